@@ -14,7 +14,7 @@ import pytest
 
 from tests.chunks import place_in
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, OK, STALE
-from vllm_nvmeof_offload.peers.base import Served, ServeRead, SlotMemory
+from vllm_nvmeof_offload.peers.base import PeerRead, Served, SlotMemory
 from vllm_nvmeof_offload.pool.format import SlotPlace, verify
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import ResetCommand
@@ -56,10 +56,10 @@ class Server:
         self.ours.attach(OWNER, pool.engine_index, pool.superblocks[0].uuid)
         assert self.ours.done() == [OK]
 
-    def read(self, pool: Pool, number: int, slot: int) -> ServeRead:
+    def read(self, pool: Pool, number: int, slot: int) -> PeerRead:
         """Ask for the chunk with this number of a pool, into a serve slot."""
         self._tokens += 1
-        return ServeRead(
+        return PeerRead(
             self._tokens,
             self.memory.address_of(slot),
             PAYLOAD_BYTES,
@@ -88,7 +88,7 @@ class Server:
         assert len(found) == count
         return {one.token: one for one in found}
 
-    def ask(self, *reads: ServeRead) -> list[Served]:
+    def ask(self, *reads: PeerRead) -> list[Served]:
         """The ends, in the order of the reads."""
         self.queue.serve(reads)
         ends = self.ends(len(reads))
@@ -183,7 +183,7 @@ def test_many_ask_and_cancel_while_we_load(server: Server) -> None:
     assert runner is not None
     pools = server.ours.rig.pool, server.theirs.rig.pool
     free, ended, loads = set(range(SERVE_SLOTS)), 0, 0
-    asked: dict[int, tuple[ServeRead, int]] = {}
+    asked: dict[int, tuple[PeerRead, int]] = {}
     runner.hand_over(lambda _: server.load())
     while ended < 400 or loads < 20:
         if free:

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from vllm_nvmeof_offload.errors import OutcomeKind
-from vllm_nvmeof_offload.peers.base import Served, ServeRead
+from vllm_nvmeof_offload.peers.base import PeerRead, Served
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import TAG_BYTES, SlotIdentity
 from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
@@ -49,7 +49,7 @@ def with_serving(knobs: Knobs, seed: int, serve: bool) -> Knobs:
 
 @dataclass(eq=False)
 class _Asked:
-    read: ServeRead
+    read: PeerRead
     slot: int  # in staging
     until_s: float
     lie: str
@@ -125,7 +125,7 @@ class SimServing:
             ]
         return chunks
 
-    def _draw(self, uuid: bytes, slot: int, record: Record) -> ServeRead:
+    def _draw(self, uuid: bytes, slot: int, record: Record) -> PeerRead:
         rng, now_s = self._rng, self._clock()
         tag, identity = self.tag, record.claim.identity
         # By what P knows, not by what a wrong write has put there.
@@ -146,7 +146,7 @@ class SimServing:
         self._tokens += 1
         staged = self._free.pop(rng.randrange(len(self._free)))
         within_s = self._knobs.read_deadline_s * rng.choice((0.1, 0.5, 1.0, 3.0)) * rng.random()
-        read = ServeRead(
+        read = PeerRead(
             self._tokens,
             self._base + staged * self._knobs.slot_bytes,
             size,

@@ -17,7 +17,7 @@ from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.commands.doctor.peers import ask, ask_all, judge_answer
 from vllm_nvmeof_offload.fabric.findings import Severity
 from vllm_nvmeof_offload.io.base import Waker
-from vllm_nvmeof_offload.peers.base import Common, Levels, Served, ServeRead, SlotMemory
+from vllm_nvmeof_offload.peers.base import Common, Levels, PeerRead, Served, SlotMemory
 from vllm_nvmeof_offload.peers.server import PeerServer
 
 KEYSPACE = "0123456789abcdef" * 2
@@ -31,7 +31,7 @@ class Idle:
     def __init__(self) -> None:
         self._waker = Waker()
 
-    def serve(self, reads: Sequence[ServeRead]) -> None:
+    def serve(self, reads: Sequence[PeerRead]) -> None:
         raise AssertionError
 
     def cancel(self, tokens: Sequence[int]) -> None:

@@ -66,10 +66,11 @@ class Common:
 
 @dataclass(frozen=True, slots=True)
 class PeerRead:
-    """A chunk that P wants: read the slot at `place` into the staging slot at `address`.
+    """A chunk that P wants from the slot at `place`.
 
-    `token` is the caller's number. Only a chunk with share tag `tag` is accepted. The peer's
-    attempt ends at `deadline_s`, by `time.monotonic`.
+    `address` is, on P, that of the staging slot for the chunk, and, on D, that of the serve slot.
+    `token` is the caller's number. Only a chunk with share tag `tag` is accepted. The attempt ends
+    at `deadline_s`, by `time.monotonic`.
     """
 
     token: int
@@ -108,22 +109,8 @@ class PeerState(NamedTuple):
 NO_PEER = PeerState(False, 0, 0.0, 0)
 
 
-@dataclass(frozen=True, slots=True)
-class ServeRead:
-    """A chunk that D reads for P into the serve slot at `address`. `token` is the server's
-    number."""
-
-    token: int
-    address: int
-    payload_bytes: int
-    identity: SlotIdentity
-    place: SlotPlace
-    tag: bytes
-    deadline_s: float
-
-
 class Served(NamedTuple):
-    """The end of a `ServeRead`, after which the storage no longer touches its serve slot.
+    """The end of a `PeerRead` on D, after which the storage no longer touches its serve slot.
 
     `outcome` is None if D has not opened the region of the place.
     """
@@ -142,7 +129,7 @@ class Levels(NamedTuple):
 class ServePort(Protocol):
     """The interface to D's storage. Only the server's thread calls its methods, and none blocks."""
 
-    def serve(self, reads: Sequence[ServeRead]) -> None:
+    def serve(self, reads: Sequence[PeerRead]) -> None:
         """Read these chunks after D's own loads. `poll` reports each end once, however late."""
 
     def cancel(self, tokens: Sequence[int]) -> None:

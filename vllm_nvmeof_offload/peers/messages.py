@@ -39,7 +39,6 @@ from vllm_nvmeof_offload.errors import (
     STALE,
     OffloadError,
     Outcome,
-    OutcomeKind,
     io_error,
 )
 
@@ -67,7 +66,7 @@ class MalformedError(OffloadError):
 
 
 class Reason(enum.IntEnum):
-    """The reason why a read failed at D."""
+    """The reason why a read failed at D. The first five are named after the `OutcomeKind`s."""
 
     STALE = 1
     CHECKSUM_MISMATCH = 2
@@ -233,13 +232,6 @@ class Channel:
         return message
 
 
-_REASONS = {
-    OutcomeKind.STALE: Reason.STALE,
-    OutcomeKind.CHECKSUM_MISMATCH: Reason.CHECKSUM_MISMATCH,
-    OutcomeKind.IO_ERROR: Reason.IO_ERROR,
-    OutcomeKind.DEADLINE: Reason.DEADLINE,
-    OutcomeKind.CANCELLED: Reason.CANCELLED,
-}
 _OUTCOMES = {
     Reason.STALE: STALE,
     Reason.CHECKSUM_MISMATCH: CHECKSUM_MISMATCH,
@@ -254,7 +246,7 @@ def failed_read(token: int, outcome: Outcome | None) -> FailedRead:
     """Return D's answer for a read that its storage could not serve (`base.Served`)."""
     if outcome is None:
         return FailedRead(token, Reason.NOT_ATTACHED)
-    return FailedRead(token, _REASONS[outcome.kind], outcome.errno)
+    return FailedRead(token, Reason[outcome.kind.name], outcome.errno)
 
 
 def outcome_of_failed(one: FailedRead) -> Outcome:

@@ -36,9 +36,9 @@ from vllm_nvmeof_offload.peers.base import (
     SILENT_S,
     Common,
     Levels,
+    PeerRead,
     Served,
     ServePort,
-    ServeRead,
     SlotMemory,
 )
 from vllm_nvmeof_offload.peers.messages import (
@@ -418,11 +418,10 @@ class PeerServer(SessionThread):
     def _refusal(self, hello: Hello) -> str:
         if hello.version != VERSION:
             return f"version {VERSION} here, not {hello.version}"
-        ours = self._common
-        theirs = Common(hello.keyspace, hello.rank, hello.world_size, hello.slot_bytes)
         for name in ("keyspace", "world_size", "rank", "slot_bytes"):
-            if getattr(ours, name) != getattr(theirs, name):
-                return f"{name} {getattr(ours, name)} here, not {getattr(theirs, name)}"
+            ours, theirs = getattr(self._common, name), getattr(hello, name)
+            if ours != theirs:
+                return f"{name} {ours} here, not {theirs}"
         if hello.tag != self._tag:
             return "the weights here are different"
         return "" if len(self._sessions) < SESSIONS_MAX else "too many sessions"
@@ -473,7 +472,7 @@ class PeerServer(SessionThread):
         if reads:
             self._port.serve(reads)
 
-    def _read_of(self, serving: _Serving) -> ServeRead:
+    def _read_of(self, serving: _Serving) -> PeerRead:
         self._numbers += 1
         serving.number, serving.slot = self._numbers, self._free.popleft()
         serving.stage = _Stage.READING
@@ -482,7 +481,7 @@ class PeerServer(SessionThread):
         serving.session.reading_bytes += serving.size_bytes
         self._by_number[serving.number] = serving
         wanted = serving.wanted
-        return ServeRead(
+        return PeerRead(
             serving.number,
             self._memory.address_of(serving.slot),
             wanted.payload_bytes,

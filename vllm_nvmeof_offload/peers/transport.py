@@ -131,7 +131,8 @@ class NixlTransport:
 
     def progress(self) -> None:
         """Let a peer's pulls from us progress."""
-        _quietly(self._agent.get_new_notifs)
+        with contextlib.suppress(Exception):  # it concerns peers that have left
+            self._agent.get_new_notifs()
 
     def close(self) -> bool:
         """End all pulls. Returns True if nothing writes into our memory any more.
@@ -188,12 +189,6 @@ def _checked(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     except Exception as error:  # noqa: BLE001 - NIXL has one class for each of its errors
         text = f"{type(error).__name__}: {error}"[:200]
     raise TransportError(text)
-
-
-def _quietly(call: Callable[[], Any]) -> None:
-    """Run `call` and ignore its errors, which concern peers that have left."""
-    with contextlib.suppress(Exception):
-        call()
 
 
 if __name__ == "__main__":

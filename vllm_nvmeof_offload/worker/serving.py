@@ -18,7 +18,7 @@ import numpy as np
 from vllm_nvmeof_offload.errors import STALE, Outcome, outcome_of
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.native import Machine
-from vllm_nvmeof_offload.peers.base import Levels, Served, ServeRead, SlotMemory
+from vllm_nvmeof_offload.peers.base import Levels, PeerRead, Served, SlotMemory
 from vllm_nvmeof_offload.protocol import OURS, ChunkBatch, owned_by, place_of
 
 #: Returns the owner and target of another engine's region, by uuid; None if it is not open.
@@ -41,7 +41,7 @@ class ServeQueue:
     def __init__(self, wake: Callable[[], None]) -> None:
         """`wake` wakes the pipeline's thread."""
         self._wake = wake
-        self._asked: collections.deque[Sequence[ServeRead]] = collections.deque()
+        self._asked: collections.deque[Sequence[PeerRead]] = collections.deque()
         self._unwanted: collections.deque[Sequence[int]] = collections.deque()
         self._ended: collections.deque[Sequence[Served]] = collections.deque()
         self._levels = Levels(0, 0.0)
@@ -49,7 +49,7 @@ class ServeQueue:
 
     # -- the server's thread ----------------------------------------------------------
 
-    def serve(self, reads: Sequence[ServeRead]) -> None:
+    def serve(self, reads: Sequence[PeerRead]) -> None:
         self._asked.append(reads)
         self._wake()
 
@@ -70,7 +70,7 @@ class ServeQueue:
 
     # -- the pipeline's thread --------------------------------------------------------
 
-    def take(self) -> tuple[list[ServeRead], list[int]]:
+    def take(self) -> tuple[list[PeerRead], list[int]]:
         """Return the reads requested since the last call, and the tokens of cancelled ones."""
         unwanted = _taken(self._unwanted)  # first, or a read could follow its cancellation
         return _taken(self._asked), unwanted
@@ -142,7 +142,7 @@ class Serving:
             self._refused = []
         self._serve.queue.put(ended, Levels(*self._machine.serve_levels()))
 
-    def _row_of(self, read: ServeRead, tag: bytes) -> _Row | Outcome | None:
+    def _row_of(self, read: PeerRead, tag: bytes) -> _Row | Outcome | None:
         """Return the row to read, or the outcome of a refusal: None if its region is not open."""
         uuid, slot = read.place.region_uuid, read.place.slot
         group = self._groups.get(read.payload_bytes)
@@ -172,6 +172,6 @@ class Serving:
 
 
 class _Row(NamedTuple):
-    read: ServeRead
+    read: PeerRead
     place: int
     group: int

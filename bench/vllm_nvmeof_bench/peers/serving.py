@@ -31,7 +31,7 @@ from vllm_nvmeof_bench.reports.peers import (
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.stream.load import Rig
 from vllm_nvmeof_offload.io.base import Waker
-from vllm_nvmeof_offload.peers.base import ServeRead
+from vllm_nvmeof_offload.peers.base import PeerRead
 from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
 
 #: Sizes of the helper's own loads, in chunks.
@@ -76,7 +76,7 @@ class _Peers(threading.Thread):
                 self.served_bytes += is_ok * self._rig.settings.chunk_bytes
                 self.failed += not is_ok
 
-    def _read(self) -> ServeRead:
+    def _read(self) -> PeerRead:
         rig, token, slot = self._rig, next(self._numbers), self._free.pop()
         self._slots[token] = slot
         number = token % len(rig.identities)
@@ -86,7 +86,7 @@ class _Peers(threading.Thread):
             rig.identities[number],
             rig.pool.superblocks[0].place(number),
         )
-        return ServeRead(token, address, *what, rig.pool.stamp.tag, time.monotonic() + _WITHIN_S)
+        return PeerRead(token, address, *what, rig.pool.stamp.tag, time.monotonic() + _WITHIN_S)
 
 
 class _Helper:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from vllm_nvmeof_offload.errors import CANCELLED
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Waker
-from vllm_nvmeof_offload.peers.base import Levels, Served, ServeRead
+from vllm_nvmeof_offload.peers.base import Levels, PeerRead, Served
 from vllm_nvmeof_offload.peers.session import BusyRate
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import OpKind, Urgency, owned_by, place_of
@@ -23,8 +23,8 @@ class EnginePort:
     def __init__(self, engine: IoEngine, regions: Mapping[bytes, tuple[int, int]]) -> None:
         """regions: by uuid, the owner and the target by which the engine reads a region."""
         self._engine, self._regions = engine, regions
-        self._waiting: collections.deque[ServeRead] = collections.deque()
-        self._reading: dict[int, ServeRead] = {}
+        self._waiting: collections.deque[PeerRead] = collections.deque()
+        self._reading: dict[int, PeerRead] = {}
         self._ended: list[Served] = []
         self._queued_bytes = 0
         self._rate = BusyRate()
@@ -33,7 +33,7 @@ class EnginePort:
         for fd in (engine.fileno(), self._waker.fd):
             self._epoll.register(fd, select.EPOLLIN)
 
-    def serve(self, reads: Sequence[ServeRead]) -> None:
+    def serve(self, reads: Sequence[PeerRead]) -> None:
         for read in reads:
             if read.place.region_uuid in self._regions:
                 self._waiting.append(read)
@@ -82,7 +82,7 @@ class EnginePort:
     def _room(self) -> int:
         return min(len(self._waiting), self._engine.room().reads)
 
-    def _op_of(self, read: ServeRead) -> IoOp:
+    def _op_of(self, read: PeerRead) -> IoOp:
         owner, target = self._regions[read.place.region_uuid]
         return IoOp(
             read.token,

@@ -13,7 +13,7 @@ import zmq
 
 from vllm_nvmeof_offload.errors import CANCELLED, OK, Outcome
 from vllm_nvmeof_offload.io.base import Waker
-from vllm_nvmeof_offload.peers.base import Common, Levels, Served, ServeRead, SlotMemory
+from vllm_nvmeof_offload.peers.base import Common, Levels, PeerRead, Served, SlotMemory
 from vllm_nvmeof_offload.peers.messages import (
     VERSION,
     AnyMessage,
@@ -92,12 +92,12 @@ class FakePort:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._waker = Waker()
-        self._reads: dict[int, ServeRead] = {}
+        self._reads: dict[int, PeerRead] = {}
         self._ended: list[Served] = []
         self.started: list[int] = []  # pool slots
         self.cancelled: list[int] = []
 
-    def serve(self, reads: Sequence[ServeRead]) -> None:
+    def serve(self, reads: Sequence[PeerRead]) -> None:
         with self._lock:
             self._reads |= {read.token: read for read in reads}
             self.started += [read.place.slot for read in reads]

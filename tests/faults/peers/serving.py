@@ -24,7 +24,7 @@ from tests.faults.peers.engine_port import EnginePort
 from tests.faults.peers.stand_in import install
 from vllm_nvmeof_offload.errors import STALE
 from vllm_nvmeof_offload.io.base import ForeignSlab
-from vllm_nvmeof_offload.peers.base import Common, Levels, Served, ServeRead, SlotMemory
+from vllm_nvmeof_offload.peers.base import Common, Levels, PeerRead, Served, SlotMemory
 from vllm_nvmeof_offload.peers.server import PeerServer
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
@@ -47,7 +47,7 @@ class BadPort:
         if how == "hasty":
             threading.Thread(target=self._scribble, daemon=True).start()
 
-    def serve(self, reads: Sequence[ServeRead]) -> None:
+    def serve(self, reads: Sequence[PeerRead]) -> None:
         self._addresses |= {read.token: read.address for read in reads}
         self._inner.serve(reads)
 

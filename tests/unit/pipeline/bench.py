@@ -23,7 +23,7 @@ from vllm_nvmeof_offload.io.base import (
     lanes_of,
 )
 from vllm_nvmeof_offload.native import Machine, MachineOptions, PythonLanes
-from vllm_nvmeof_offload.peers.base import PeerEnd, PeerRead, PeerState, ServeRead
+from vllm_nvmeof_offload.peers.base import PeerEnd, PeerRead, PeerState
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
@@ -344,13 +344,13 @@ class Bench:
         """Load chunks through stream slots. Nothing moves yet."""
         self.load_chunks(op, [(slot, None, slot) for slot in pool_slots], helpers)
 
-    def asked(self, token: int, pool: int, slot: int | None = None) -> ServeRead:
+    def asked(self, token: int, pool: int, slot: int | None = None) -> PeerRead:
         """What a peer asks for: a chunk of ours, which has the number of its pool slot.
 
         slot: the serve slot; None: as the token.
         """
         number, target = divmod(pool, self._targets)
-        return ServeRead(
+        return PeerRead(
             token,
             self.staging.serve_address + STRIDE * (token if slot is None else slot),
             STRIDE - HEADER_BYTES,
