@@ -1,12 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A log as another server's engine writes it."""
+"""A log as another server's engine writes it, and what its pages say, read by the format alone."""
 
 from __future__ import annotations
 
+import enum
+import struct
+from dataclasses import dataclass
+
+from crc32c import crc32c
+
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import FLAG_SINGLE_COPY
-from vllm_nvmeof_offload.pool.log import LOG_KEY_BYTES_MAX, Kind, LogFile, LogRecord
+from vllm_nvmeof_offload.pool.log import LogFile, LogHead
 from vllm_nvmeof_offload.protocol import EVERY_MEMBER, SlotIdentity
+from vllm_nvmeof_offload.units import PAGE_BYTES
+
+LOG_KEY_BYTES_MAX = 40
+_RECORD = struct.Struct(f"<IQIBBBB{LOG_KEY_BYTES_MAX}s")
+
+
+class Kind(enum.IntEnum):
+    """The kind of a record."""
+
+    PUT = 1
+    RESET = 3
+    HINT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LogRecord:
+    """A record. key_bytes: the length of the whole key."""
+
+    kind: Kind
+    epoch: int
+    slot: int = 0
+    generation: int = 0
+    key: bytes = b""
+    key_bytes: int = 0
+    flags: int = 0
+    member: int = 0
+
+    @staticmethod
+    def decode(raw: bytes, sequence: int, index: int) -> LogRecord | None:
+        """Parse the record at this position; None if it is damaged or of another position."""
+        (crc,), body = struct.unpack_from("<I", raw), raw[4:]
+        if crc != crc32c(struct.pack("<QI", sequence, index) + body):
+            return None
+        epoch, generation, slot, flags, member, kind, key_bytes, key = _RECORD.unpack(body)
+        if kind not in frozenset(Kind):
+            return None
+        kept = key[:key_bytes] if key_bytes <= LOG_KEY_BYTES_MAX else b""
+        return LogRecord(Kind(kind), epoch, slot, generation, kept, key_bytes, flags, member)
+
+
+def decode_page(page: bytes) -> tuple[LogHead, list[LogRecord | None]] | None:
+    """Return the head and records of a page (None for a record that is not intact), or None."""
+    head = LogHead.decode(page)
+    if head is None:
+        return None
+    starts = range(64, PAGE_BYTES, 64)[: head.records]
+    records = [
+        LogRecord.decode(page[at : at + 64], head.sequence, index)
+        for index, at in enumerate(starts)
+    ]
+    return head, records
 
 
 class Log:

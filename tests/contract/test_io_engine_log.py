@@ -11,17 +11,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.logs import Kind, LogRecord, decode_page
 from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.io.base import HintRecord
 from vllm_nvmeof_offload.pool.format import FLAG_SINGLE_COPY, decode_table
-from vllm_nvmeof_offload.pool.log import (
-    RECORDS_PER_PAGE,
-    Kind,
-    LogHead,
-    LogRecord,
-    decode_page,
-)
+from vllm_nvmeof_offload.pool.log import RECORDS_PER_PAGE, LogHead
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import PAGE_BYTES

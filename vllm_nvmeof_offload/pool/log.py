@@ -33,13 +33,11 @@ skips a lap at its start, because the last page may be torn.
 
 from __future__ import annotations
 
-import enum
 import math
 import mmap
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from crc32c import crc32c
@@ -48,7 +46,6 @@ from vllm_nvmeof_offload.units import PAGE_BYTES
 
 LOG_MAGIC = 0x474C564E
 RECORDS_PER_PAGE = 63
-LOG_KEY_BYTES_MAX = 40
 #: At 6,000 writes per second, these 64,512 records let a follower lag by ten seconds.
 LOG_PAGES_MAX = 1024
 #: A log uses at most this part of a pool on a target. A log shorter than `LOG_PAGES_MIN` is
@@ -58,50 +55,12 @@ LOG_PART, LOG_PAGES_MIN = 1 / 64, 16
 _HEAD = struct.Struct("<IIQQI")
 _CRC = struct.Struct("<I")
 _POSITION = struct.Struct("<QI")
-_RECORD = struct.Struct(f"<IQIBBBB{LOG_KEY_BYTES_MAX}s")
-_RECORD_BYTES = _CRC.size + _RECORD.size
+_RECORD_BYTES = 64
+_KIND_AT, _KINDS = 22, (1, 3, 4)  # PUT, RESET, HINT
 _HEAD_BYTES = 64
-#: The number of pages read at a time while searching for the newest one.
+#: The number of pages read at a time.
 _PAGES_AT_ONCE = 256
 assert _HEAD_BYTES + RECORDS_PER_PAGE * _RECORD_BYTES == PAGE_BYTES
-
-
-class Kind(enum.IntEnum):
-    """The kind of a record."""
-
-    PUT = 1
-    RESET = 3
-    HINT = 4
-
-
-@dataclass(frozen=True, slots=True)
-class LogRecord:
-    """A record. `key_bytes` is the length of the whole key."""
-
-    kind: Kind
-    epoch: int
-    slot: int = 0
-    generation: int = 0
-    key: bytes = b""
-    key_bytes: int = 0
-    flags: int = 0
-    member: int = 0
-
-    @staticmethod
-    def decode(raw: bytes, sequence: int, index: int) -> LogRecord | None:
-        """Parse the record at this position; None if it is damaged or of another position."""
-        (crc,), body = _CRC.unpack_from(raw), raw[_CRC.size :]
-        if crc != _crc_of(sequence, index, body):
-            return None
-        epoch, generation, slot, flags, member, kind, key_bytes, key = _RECORD.unpack(body)
-        if kind not in frozenset(Kind):
-            return None
-        kept = key[:key_bytes] if key_bytes <= LOG_KEY_BYTES_MAX else b""
-        return LogRecord(Kind(kind), epoch, slot, generation, kept, key_bytes, flags, member)
-
-
-def _crc_of(sequence: int, index: int, body: bytes) -> int:
-    return int(crc32c(_POSITION.pack(sequence, index) + body))
 
 
 class LogHead(NamedTuple):
@@ -121,19 +80,6 @@ class LogHead(NamedTuple):
         if not intact or count > RECORDS_PER_PAGE:
             return None
         return LogHead(sequence, count, lease_generation, epoch)
-
-
-def decode_page(page: bytes) -> tuple[LogHead, list[LogRecord | None]] | None:
-    """Return the head and records of a page (None for a record that is not intact), or None."""
-    head = LogHead.decode(page)
-    if head is None:
-        return None
-    starts = range(_HEAD_BYTES, PAGE_BYTES, _RECORD_BYTES)[: head.records]
-    records = [
-        LogRecord.decode(page[at : at + _RECORD_BYTES], head.sequence, index)
-        for index, at in enumerate(starts)
-    ]
-    return head, records
 
 
 def _pages(fd: int, pages: int) -> Iterator[tuple[int, bytes]]:
@@ -164,8 +110,18 @@ def damaged_pages(fd: int, pages: int) -> int:
 
 
 def _is_damaged(page: bytes) -> bool:
-    found = decode_page(page)
-    return any(page[:_HEAD_BYTES]) if found is None else None in found[1]
+    head = LogHead.decode(page)
+    if head is None:
+        return any(page[:_HEAD_BYTES])
+    starts = range(_HEAD_BYTES, PAGE_BYTES, _RECORD_BYTES)[: head.records]
+    records = (page[at : at + _RECORD_BYTES] for at in starts)
+    return not all(_is_intact(raw, head.sequence, index) for index, raw in enumerate(records))
+
+
+def _is_intact(raw: bytes, sequence: int, index: int) -> bool:
+    """Return whether a record is intact, and of this position."""
+    (crc,), body = _CRC.unpack_from(raw), raw[_CRC.size :]
+    return raw[_KIND_AT] in _KINDS and crc == crc32c(_POSITION.pack(sequence, index) + body)
 
 
 def next_sequence(fd: int, pages: int) -> int:

@@ -15,7 +15,7 @@ from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.logs import Log
+from tests.logs import Log, LogRecord, decode_page
 from tests.unit.pool.kit import make_spec
 from vllm_nvmeof_offload.commands.pool.check import Damage, check
 from vllm_nvmeof_offload.commands.pool.offline import remove
@@ -27,8 +27,7 @@ from vllm_nvmeof_offload.pool.log import (
     RECORDS_PER_PAGE,
     LogFile,
     LogHead,
-    LogRecord,
-    decode_page,
+    damaged_pages,
     log_pages_of,
     newest_head,
     next_sequence,
@@ -96,9 +95,25 @@ def test_a_record_is_found_at_its_position_only(
 
 @given(records, st.integers(0, 511))
 def test_any_damaged_bit_of_a_record_is_found(what: tuple[str, tuple[Any, ...]], bit: int) -> None:
-    raw = bytearray(raw_of(what, 7, 3)[0])
-    raw[bit // 8] ^= 1 << bit % 8
-    assert LogRecord.decode(bytes(raw), 7, 3) is None
+    fd = os.memfd_create("log", os.MFD_CLOEXEC)
+    try:
+        method, arguments = what
+        getattr(Log(LogFile(fd, PAGES, PAGES)), method)(*arguments)
+        os.ftruncate(fd, PAGES * PAGE_BYTES)
+        assert damaged_pages(fd, PAGES) == 0
+        raw = bytearray(os.pread(fd, 64, 64))
+        raw[bit // 8] ^= 1 << bit % 8
+        os.pwrite(fd, raw, 64)
+        assert damaged_pages(fd, PAGES) == 1
+    finally:
+        os.close(fd)
+
+
+def test_a_record_of_another_position_is_damaged(fd: int) -> None:
+    put(Log(LogFile(fd, PAGES, PAGES)), 1, 2)
+    assert damaged_pages(fd, PAGES) == 0
+    os.pwrite(fd, os.pread(fd, 64, 64), 128)
+    assert damaged_pages(fd, PAGES) == 1
 
 
 def test_any_damaged_bit_of_a_header_is_found(fd: int) -> None:
