@@ -146,20 +146,31 @@ class SetMemory:
     """The memory that the members of a set share: their words, and then each member's staging.
 
     The file is anonymous, so it disappears when the last member exits, and its size is sealed.
+    `map` describes it to this rank.
     """
 
-    def __init__(self, fd: int, words_bytes: int, staging_bytes: int, members: int) -> None:
-        """Map the file. `words_bytes` is a whole number of pages, `staging_bytes` is per member."""
+    def __init__(
+        self,
+        fd: int,
+        words_bytes: int,
+        staging_bytes: int,
+        members: int,
+        member: int,
+        set_sizes: tuple[int, ...],
+    ) -> None:
+        """Map the file. `words_bytes` is a whole number of pages, `staging_bytes` is per member.
+
+        `member` and `set_sizes` are as in `SetMap`.
+        """
         size = words_bytes + members * staging_bytes
         self._memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
         _keep_private(self._memory)
         self._view = memoryview(self._memory)
         self._staging_bytes = staging_bytes
         self._words_bytes = words_bytes
-        self.words = np.frombuffer(self._view, np.uint8).ctypes.data
-        self.addresses = tuple(
-            self.words + words_bytes + member * staging_bytes for member in range(members)
-        )
+        words = np.frombuffer(self._view, np.uint8).ctypes.data
+        parts = (words + words_bytes + number * staging_bytes for number in range(members))
+        self.map = SetMap(words, member, tuple(parts), set_sizes)
 
     def part(self, member: int) -> memoryview:
         """Return one member's staging."""
@@ -172,23 +183,10 @@ class SetMemory:
         self._memory.close()
 
 
-@dataclass(frozen=True, slots=True)
-class Membership:
-    """This rank's place in a set. `set_sizes` is as in `SetMap`."""
-
-    memory: SetMemory
-    member: int
-    set_sizes: tuple[int, ...]
-
-    @property
-    def map(self) -> SetMap:
-        return SetMap(self.memory.words, self.member, self.memory.addresses, self.set_sizes)
-
-
 class Staging:
     """The staging of one rank. `view` covers all slots; `map` gives their addresses. `numa_node` is
     the preferred node for the pages, or None; `on_node`: whether the kernel accepted the node.
-    `membership` is the set whose memory contains this rank's slots, or None if the memory is
+    `shared` is the set's memory, which contains this rank's slots, or None if the memory is
     private."""
 
     def __init__(
@@ -198,22 +196,22 @@ class Staging:
         stream_slots: int,
         on_progress: _Progress = lambda done, total: None,
         numa_node: int | None = None,
-        membership: Membership | None = None,
+        shared: SetMemory | None = None,
         serve_slots: int = 0,
     ) -> None:
         size = slot_bytes * (cache_slots + stream_slots + serve_slots)
         self._memory: mmap.mmap | SetMemory
-        if membership is None:
+        if shared is None:
             self._memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             _keep_private(self._memory)
             self.view = memoryview(self._memory)
         else:
-            self._memory = membership.memory
-            self.view = membership.memory.part(membership.member)
+            self._memory = shared
+            self.view = shared.part(shared.map.member)
             assert len(self.view) == size, "the set's memory has other slots"
         self._array = np.frombuffer(self.view, np.uint8)
         self.size_bytes = size
-        members = membership.map if membership else None
+        members = shared.map if shared else None
         base = self._array.ctypes.data
         self.map = StagingMap(base, slot_bytes, cache_slots, stream_slots, members, serve_slots)
         # Prefer the node before the first page exists, because pages do not move later.

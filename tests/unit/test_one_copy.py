@@ -365,5 +365,5 @@ def test_three_ranks_map_the_same_memory() -> None:
         one.part(member)[:4] = b"own%d" % member
     for one in maps:
         assert [bytes(one.part(member)[:4]) for member in range(3)] == [b"own0", b"own1", b"own2"]
-        assert one.addresses[1] - one.addresses[0] == layout.staging_bytes
+        assert one.map.addresses[1] - one.map.addresses[0] == layout.staging_bytes
         one.close()

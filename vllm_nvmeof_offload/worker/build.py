@@ -40,7 +40,7 @@ from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, RankHello
-from vllm_nvmeof_offload.staging import Membership, Staging, split_slots
+from vllm_nvmeof_offload.staging import SetMemory, Staging, split_slots
 from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import slot_stride_bytes
@@ -111,10 +111,10 @@ def build_worker(
     check_targets(settings)
     pool_bytes = _pool_bytes(settings, identity, slot_bytes)
     slots = _, cache_slots, stream_slots, served = _slots(settings, identity, slot_bytes)
-    membership, groups, alone = _join_set(geometry.groups, identity, slots)
+    shared, groups, alone = _join_set(geometry.groups, identity, slots)
     pool = _open_pool(settings, geometry.payload_bytes, groups, identity, pool_bytes)
     progress = _log_progress("pinned memory")
-    staging = Staging(*slots[:3], progress, kv_device.numa_node, membership, served)
+    staging = Staging(*slots[:3], progress, kv_device.numa_node, shared, served)
     waker = Waker()
     copy, copy_fallbacks = kv_device.copy_engine(
         tuning.copy_backend, staging.map, geometry.starts, waker.wake, checksum_at
@@ -286,7 +286,7 @@ def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int
 
 def _join_set(
     groups: tuple[RankGroup, ...], identity: RankIdentity, slots: tuple[int, int, int, int]
-) -> tuple[Membership | None, tuple[RankGroup, ...], tuple[str, ...]]:
+) -> tuple[SetMemory | None, tuple[RankGroup, ...], tuple[str, ...]]:
     """Let this rank share memory with the ranks that hold equal KV.
 
     `slots` is the bytes per slot, then the numbers of cache, stream and serve slots. Also returns
@@ -301,7 +301,7 @@ def _join_set(
     name = f"{identity.replica.engine}/{os.getppid()}/{number}"
     layout = SetLayout(name, identity.keyspace.digest, members, sizes, *slots)
     try:
-        return Membership(join_set(layout, member), member, sizes), groups, ()
+        return join_set(layout, member), groups, ()
     except NoSetError as error:
         line = f"one_copy: each rank keeps its own copy of KV that other ranks also have ({error})"
         logger.warning("%s: %s", identity, line)

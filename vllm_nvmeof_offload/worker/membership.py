@@ -81,7 +81,8 @@ def join_set(layout: SetLayout, member: int, timeout_s: float = MEET_S) -> SetMe
     try:
         fd = _lead(layout, end_s) if member == 0 else _follow(layout, member, end_s)
         try:
-            return SetMemory(fd, layout.words_bytes, layout.staging_bytes, layout.members)
+            sizes = layout.words_bytes, layout.staging_bytes
+            return SetMemory(fd, *sizes, layout.members, member, layout.set_sizes)
         finally:
             os.close(fd)
     except TimeoutError:
