@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from vllm_nvmeof_bench.servers.faults import lanes_of
+
 from tests.chunks import number_in
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
@@ -27,7 +29,6 @@ from vllm_nvmeof_offload.io.base import (
     IoOp,
     Lanes,
     Room,
-    lanes_of,
 )
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (

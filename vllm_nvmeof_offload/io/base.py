@@ -31,16 +31,13 @@ import os
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from vllm_nvmeof_offload.config import TUNING, Tuning
 from vllm_nvmeof_offload.errors import OK, Outcome, code_of
-from vllm_nvmeof_offload.native import InstantLanes, PythonLanes
+from vllm_nvmeof_offload.native import InstantLanes
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
 from vllm_nvmeof_offload.protocol import TAG_BYTES, OpKind, SlotIdentity, Urgency, place_of
-
-if TYPE_CHECKING:
-    from vllm_nvmeof_offload.native._tiers import LaneOp
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,21 +224,6 @@ class IoEngine(Protocol):
         """
 
 
-#: The kinds of operations, indexed by their numbers in the native machine.
-_KINDS = tuple(OpKind)
-
-
-def lanes_of(engine: IoEngine) -> Lanes:
-    """Return lanes that call `room`, `submit`, `cancel` and `poll` of a Python engine."""
-
-    return PythonLanes(
-        room=engine.room,
-        submit=lambda ops: engine.submit([_op_of(one) for one in ops]),
-        cancel=lambda token: bool(engine.cancel([token])),
-        poll=lambda: [end_of(one) for one in engine.poll()],
-    )
-
-
 def end_of(one: Completion) -> tuple[int, int, int, float, int, bool]:
     """Return a completion in the native machine's form."""
     crc = -1 if one.payload_crc is None else one.payload_crc
@@ -250,22 +232,6 @@ def end_of(one: Completion) -> tuple[int, int, int, float, int, bool]:
 
 def reset_op(token: int, target: int) -> IoOp:
     return IoOp(token, OpKind.RESET, Urgency.WRITE, place_of(target, 0), 0, None, 0)
-
-
-def _op_of(one: LaneOp) -> IoOp:
-    return IoOp(
-        one.token,
-        _KINDS[one.kind],
-        Urgency(one.urgency),
-        one.place,
-        one.address,
-        SlotIdentity(one.key, one.generation),
-        one.payload_bytes,
-        Stamp(*one.stamp),
-        None if one.payload_crc < 0 else one.payload_crc,
-        one.single_copy,
-        one.header_only,
-    )
 
 
 class Waker:

@@ -42,11 +42,21 @@ from vllm_nvmeof_offload.io.base import (
     Lanes,
     Room,
     Waker,
-    lanes_of,
+    end_of,
 )
+from vllm_nvmeof_offload.native import PythonLanes
+from vllm_nvmeof_offload.native._tiers import LaneOp
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import OURS, OpKind, owner_of, slot_of, target_of
+from vllm_nvmeof_offload.protocol import (
+    OURS,
+    OpKind,
+    SlotIdentity,
+    Urgency,
+    owner_of,
+    slot_of,
+    target_of,
+)
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES, slot_stride_bytes
 
 #: Each knob → its effect.
@@ -73,6 +83,36 @@ _ERRORS: dict[OpKind, tuple[tuple[str, int], ...]] = {
 }
 _TICK_S = 0.005
 _FINE_TICK_S = 0.0005  # while reads share a link, which transfers a chunk in a few milliseconds
+
+
+#: The kinds of operations, indexed by their numbers in the native machine.
+_KINDS = tuple(OpKind)
+
+
+def lanes_of(engine: IoEngine) -> Lanes:
+    """Return lanes that call `room`, `submit`, `cancel` and `poll` of a Python engine."""
+    return PythonLanes(
+        room=engine.room,
+        submit=lambda ops: engine.submit([_op_of(one) for one in ops]),
+        cancel=lambda token: bool(engine.cancel([token])),
+        poll=lambda: [end_of(one) for one in engine.poll()],
+    )
+
+
+def _op_of(one: LaneOp) -> IoOp:
+    return IoOp(
+        one.token,
+        _KINDS[one.kind],
+        Urgency(one.urgency),
+        one.place,
+        one.address,
+        SlotIdentity(one.key, one.generation),
+        one.payload_bytes,
+        Stamp(*one.stamp),
+        None if one.payload_crc < 0 else one.payload_crc,
+        one.single_copy,
+        one.header_only,
+    )
 
 
 @dataclass(slots=True)

@@ -14,12 +14,13 @@ import pytest
 from crc32c import crc32c
 from hypothesis import given
 from hypothesis import strategies as st
+from vllm_nvmeof_bench.servers.faults import lanes_of
 
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import OK
-from vllm_nvmeof_offload.io.base import IoLimits, IoOp, Lanes, Waker, lanes_of
+from vllm_nvmeof_offload.io.base import IoLimits, IoOp, Lanes, Waker
 from vllm_nvmeof_offload.io.native import How, NativeIoEngine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec

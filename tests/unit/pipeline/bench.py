@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from vllm_nvmeof_bench.servers.faults import lanes_of
 
 from tests.chunks import Reported, batch_of, number_in, place_in, rows_of
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
@@ -20,7 +21,6 @@ from vllm_nvmeof_offload.io.base import (
     IoOp,
     Lanes,
     Room,
-    lanes_of,
 )
 from vllm_nvmeof_offload.native import Machine, MachineOptions, PythonLanes
 from vllm_nvmeof_offload.peers.base import PeerEnd, PeerRead, PeerState
