@@ -22,10 +22,9 @@ from tests.unit.pool.kit import SLOT_BYTES, make_spec, name
 from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.pool import pool as superblock_writer
 from vllm_nvmeof_offload.pool import recovery
-from vllm_nvmeof_offload.pool.background import Background
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.pool.lease import Leasing
-from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.pool import Background, Pool
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 from .kit import WAIT_S, Bench

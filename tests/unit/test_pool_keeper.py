@@ -21,6 +21,7 @@ from tests.wait import wait_until
 from vllm_nvmeof_offload.child import Companion
 from vllm_nvmeof_offload.pool.keeper import Keeper, Region, keep
 from vllm_nvmeof_offload.pool.lease import (
+    DirectoryLock,
     Lease,
     LeasePage,
     PageFile,
@@ -28,7 +29,6 @@ from vllm_nvmeof_offload.pool.lease import (
     lease_of,
     read_lease,
 )
-from vllm_nvmeof_offload.pool.lock import DirectoryLock
 from vllm_nvmeof_offload.pool.ownership import LOCAL
 
 WAIT_S = 120.0

@@ -23,6 +23,7 @@ from vllm_nvmeof_offload.errors import PoolLockedError
 from vllm_nvmeof_offload.pool import ownership
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.lease import (
+    DirectoryLock,
     Lease,
     LeasePage,
     Permits,
@@ -31,7 +32,6 @@ from vllm_nvmeof_offload.pool.lease import (
     lease_of,
     read_lease,
 )
-from vllm_nvmeof_offload.pool.lock import DirectoryLock
 from vllm_nvmeof_offload.pool.ownership import LOCAL
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 

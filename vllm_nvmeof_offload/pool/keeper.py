@@ -22,6 +22,8 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.child import Companion, child_command
 from vllm_nvmeof_offload.pool.lease import (
+    DirectoryLock,
+    FileId,
     Lease,
     LeasePage,
     PageFile,
@@ -31,7 +33,6 @@ from vllm_nvmeof_offload.pool.lease import (
     boot_ns,
     read_lease,
 )
-from vllm_nvmeof_offload.pool.lock import DirectoryLock, FileId
 
 
 class Keeper:

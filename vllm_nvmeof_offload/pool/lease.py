@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lease of a region: a page that names its owner, the only process that may write there.
+"""The lock and the lease of a region, which name its owner: the only process that may write there.
+
+The lock is an flock on the empty file `lock` of a rank directory. On one kernel it decides which
+process may write the directory. It ends with its process, even after SIGKILL, so a dead process's
+lock file keeps no other process out. Other hosts may not see the flock. So the directory also has a
+lease, a page that names its owner.
 
 The page, 4 KiB, little endian, in the file `lease` of a rank directory::
 
@@ -15,14 +20,14 @@ The owner's *keeper* (`keeper`) renews the page: every 5 s if only this host wri
 and every 3.3 s if a *group* of servers on several hosts does. Clocks of two hosts are never
 compared.
 
-A claim locks the directory (`lock`) and checks the page (`Takeover`). A region can be taken if no
-process has claimed it, if its last owner released it, or if the page has not changed for
-`takeover_s` on the claimant's own clock. Without a group it can also be taken if its owner was a
-process of this kernel, whose flock has ended with it. In a group an unchanged page counts even if
+A claim locks the directory (`DirectoryLock`) and checks the page (`Takeover`). A region can be
+taken if no process has claimed it, if its last owner released it, or if the page has not changed
+for `takeover_s` on the claimant's own clock. Without a group it can also be taken if its owner was
+a process of this kernel, whose flock has ended with it. In a group an unchanged page counts even if
 the flock is refused: a suspended server keeps its flock, and an NFS server keeps those of a lost
-host. The claimant writes its own name and the next generation. In a group it waits until this
-write has completed and `settle_s` has passed. Then it reads the page again: the last of several
-claimants finds its own name, and the others look for another region.
+host. The claimant writes its own name and the next generation. In a group it waits until this write
+has completed and `settle_s` has passed. Then it reads the page again: the last of several claimants
+finds its own name, and the others look for another region.
 
 The keeper reads the page before it renews it. If the page names another owner, the process has lost
 the lease for good and writes nothing more. In a group the keeper also advances the write permit
@@ -37,8 +42,10 @@ docs/sharing.md for what that costs.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import fcntl
 import hashlib
 import mmap
 import os
@@ -50,15 +57,123 @@ import uuid
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar
 
 from crc32c import crc32c
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.pool.folder import open_private
-from vllm_nvmeof_offload.pool.format import LEASE_FILE, is_intact_page
-from vllm_nvmeof_offload.pool.lock import FileId, is_locked
+from vllm_nvmeof_offload.pool.format import LEASE_FILE, LOCK_FILE, is_intact_page
 from vllm_nvmeof_offload.units import PAGE_BYTES, printable
+
+# -- locks ----------------------------------------------------------------------------
+
+#: The time that a start waits for a killed process that is still blocked in the kernel.
+ENDING_WAIT_S_MAX = 30.0
+_SIGKILL_BIT = 1 << 8
+
+
+class FileId(NamedTuple):
+    """The identity of a file, because its path may lead to another file later."""
+
+    device: int
+    inode: int
+
+
+def try_flock(fd: int, operation: int) -> bool:
+    """Lock `fd` (LOCK_EX or LOCK_SH). Returns False if another process holds the lock."""
+    try:
+        fcntl.flock(fd, operation | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        return False
+    return True
+
+
+@dataclass(slots=True, eq=False)
+class DirectoryLock:
+    """A directory's lock file, open and locked from `claim` until `release` or `abandon`.
+
+    `lease` is the directory's lease file at the time of the claim.
+    """
+
+    fd: int
+    directory: Path
+    lease: FileId
+
+    @classmethod
+    def claim(cls, directory: Path, *, despite_flock: bool = False) -> DirectoryLock | None:
+        """Lock the directory. Returns None if another process holds the lock. Creates the lock and
+        lease files. With `despite_flock` another process's flock is ignored, because the lease has
+        shown that it no longer owns the region. Raises OSError if a file cannot be opened."""
+        path = directory / LOCK_FILE
+        fd = open_private(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if not try_flock(fd, fcntl.LOCK_EX) and not despite_flock:
+                os.close(fd)
+                return None
+            # `pool rm` may have deleted the file between open and flock. A lock on a deleted
+            # file keeps no process out.
+            if not os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
+                raise OSError(errno.ESTALE, "the pool was removed just now", str(path))
+            lease = open_private(directory / LEASE_FILE, os.O_RDWR | os.O_CREAT)
+            status = os.fstat(lease)
+            os.close(lease)
+            return cls(fd, directory, FileId(status.st_dev, status.st_ino))
+        except BaseException:
+            os.close(fd)
+            raise
+
+    def abandon(self) -> None:
+        """Close the lock file of a lost target."""
+        fd, self.fd = self.fd, -1
+        with contextlib.suppress(OSError):  # a dead network mount; the descriptor is closed anyway
+            os.close(fd)
+
+    def release(self) -> None:
+        """Unlock. An error does not matter: the flock ends with this process."""
+        if self.fd >= 0:
+            with contextlib.suppress(OSError):
+                # A prober that is starting or exiting also has the descriptor.
+                fcntl.flock(self.fd, fcntl.LOCK_UN)
+            self.abandon()
+
+
+def is_locked(directory: Path) -> bool:
+    """Return whether a process holds the flock, as far as this kernel knows. Raises OSError."""
+    try:
+        fd = open_private(directory / LOCK_FILE, os.O_RDONLY)
+    except FileNotFoundError:
+        return False
+    try:
+        # Take a shared lock and release it at once. A server that starts in these microseconds
+        # would see the directory as taken.
+        if not try_flock(fd, fcntl.LOCK_SH):
+            return True
+        fcntl.flock(fd, fcntl.LOCK_UN)
+        return False
+    finally:
+        os.close(fd)
+
+
+def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
+    """Return whether process `pid` exists, but was killed or has lost its first thread.
+
+    In a container `pid` may be the number of another process. A claim then waits once in
+    vain.
+    """
+    try:
+        # The name of a process may contain any bytes.
+        status = (proc / str(pid) / "status").read_text(encoding="ascii", errors="replace")
+    except OSError:
+        return False
+    facts = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    if facts.get("State", "").strip()[:1] in ("Z", "X"):
+        return True
+    pending = int(facts.get("SigPnd", "0"), 16) | int(facts.get("ShdPnd", "0"), 16)
+    return bool(pending & _SIGKILL_BIT)
+
+
+# -- pages ----------------------------------------------------------------------------
 
 MAGIC = b"vNVMeLS\0"
 OWNER_BYTES = 16
@@ -298,23 +413,21 @@ class Takeover:
     _logged: bool = False
 
     def _watch(self, path: Path, page: Hashable) -> _Watched:
+        """Record the page just read from `path`; return what is known of it."""
         seen = self._watched.setdefault(path, _Watched(page, self.clock()))
         if page != seen.page:
             seen = self._watched[path] = _Watched(page, self.clock(), has_beaten=True)
         return seen
-
-    def unchanged_s(self, path: Path, page: Hashable) -> float:
-        """Record the page just read from `path`; return how long it has been seen unchanged."""
-        return self.clock() - self._watch(path, page).since_s
 
     def is_dead(self, path: Path, page: Hashable) -> bool:
         """Return whether the owner in the page just read from `path` is dead.
 
         Raises UnsettledError if that is not known yet.
         """
-        if self.unchanged_s(path, page) >= self.takeover_s:
+        seen = self._watch(path, page)
+        if self.clock() - seen.since_s >= self.takeover_s:
             return True
-        if self._watched[path].has_beaten:
+        if seen.has_beaten:
             return False
         if not self._logged:
             logger.warning(

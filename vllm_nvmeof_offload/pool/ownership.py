@@ -39,8 +39,10 @@ from vllm_nvmeof_offload.pool.format import (
 )
 from vllm_nvmeof_offload.pool.keeper import Region, keep
 from vllm_nvmeof_offload.pool.lease import (
+    ENDING_WAIT_S_MAX,
     POLL_S,
     TAKEOVER_S,
+    DirectoryLock,
     Lease,
     LeasePage,
     Leasing,
@@ -49,14 +51,10 @@ from vllm_nvmeof_offload.pool.lease import (
     Takeover,
     UnsettledError,
     boot_id,
-    lease_of,
-    read_lease,
-)
-from vllm_nvmeof_offload.pool.lock import (
-    ENDING_WAIT_S_MAX,
-    DirectoryLock,
     is_ending,
     is_locked,
+    lease_of,
+    read_lease,
     try_flock,
 )
 from vllm_nvmeof_offload.pool.log import log_pages_of
@@ -528,26 +526,16 @@ def give_to_owner(path: Path) -> None:
 
 
 def usable_bytes(targets: Sequence[Path], server: str = "") -> int:
-    """Return the bytes of the pools on `targets` that this server may use again."""
-    return max(0, bytes_of_pools(targets) - bytes_of_others(targets, server))
+    """Return the bytes of this user's pools on `targets` that this server may use again.
 
-
-def bytes_of_pools(targets: Sequence[Path]) -> int:
-    """Return the bytes of this user's rank directories on `targets`, without reading other
-    files."""
-    return sum(disk_bytes(one.path) for one in find(filter(Path.is_dir, targets), ours=True))
-
-
-def bytes_of_others(targets: Sequence[Path], server: str = "") -> int:
-    """Return the bytes on `targets` of this user's live engines except `server`'s.
-
-    Directories last held by another host count, because that host may be alive. `server` is the
-    part of its engines' names before the slash.
+    Live engines' pools are left out, except those of `server`, which is the part of its engines'
+    names before the slash. A directory last held by another host counts as live, because that host
+    may be alive.
     """
     takeover, total = Takeover(), 0
     for one in find(filter(Path.is_dir, targets), ours=True):
         state = takeover.look(one.path)
         engine = "" if state.page is None else state.page.engine
-        if state.may_live and not (server and engine.partition("/")[0] == server):
+        if not state.may_live or (server and engine.partition("/")[0] == server):
             total += disk_bytes(one.path)
     return total

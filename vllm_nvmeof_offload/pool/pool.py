@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import errno
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
+from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import CANCELLED, OK, Outcome, PoolError, io_error
-from vllm_nvmeof_offload.pool.background import Background
 from vllm_nvmeof_offload.pool.folder import Folder
 from vllm_nvmeof_offload.pool.format import (
     SlotPlace,
@@ -28,7 +28,7 @@ from vllm_nvmeof_offload.pool.format import (
     Superblock,
     write_superblock,
 )
-from vllm_nvmeof_offload.pool.lock import DirectoryLock
+from vllm_nvmeof_offload.pool.lease import DirectoryLock
 from vllm_nvmeof_offload.pool.log import LogFile, next_sequence
 from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec
 from vllm_nvmeof_offload.pool.recovery import (
@@ -42,7 +42,66 @@ from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.protocol import AdoptedEntries, slot_of, target_of
 from vllm_nvmeof_offload.units import format_bytes
 
-__all__ = ["Pool", "PoolSpec"]
+__all__ = ["Background", "Pool", "PoolSpec"]
+
+
+class Background:
+    """A fixed number of threads for calls that may block forever, as in a file of a lost target.
+
+    Calls of one lane run in order, one at a time, so a hung lane occupies only one thread. A call
+    waits until a thread is free; the caller bounds the number of waiting calls. All threads start
+    when the object is created, so a container's limit on threads can make a start fail, but not a
+    running server.
+    """
+
+    def __init__(self, name: str, threads: int) -> None:
+        """Start the threads. Raises RuntimeError if the system allows no more."""
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[Hashable, Callable[[], None]]] = []
+        self._running: set[Hashable] = set()
+        self._ended = False
+        try:
+            for _ in range(threads):
+                threading.Thread(target=self._run, name=name, daemon=True).start()
+        except RuntimeError:
+            self.end()
+            raise
+
+    def run(self, lane: Hashable, call: Callable[[], None]) -> None:
+        """Run `call` on one of the threads. Never blocks."""
+        with self._changed:
+            self._waiting.append((lane, call))
+            self._changed.notify()
+
+    def end(self) -> None:
+        """End the threads once no calls are waiting for them. Returns at once."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while (job := self._take()) is not None:
+            lane, call = job
+            try:
+                call()
+            except Exception:  # noqa: BLE001 - a bug; the other calls go on
+                logger.exception("a background call failed")
+            finally:
+                with self._changed:
+                    self._running.discard(lane)
+
+    def _take(self) -> tuple[Hashable, Callable[[], None]] | None:
+        """Wait for a call whose lane is free. Return None if there are no more calls."""
+        with self._changed:
+            while True:
+                for at, job in enumerate(self._waiting):
+                    if job[0] not in self._running:
+                        del self._waiting[at]
+                        self._running.add(job[0])
+                        return job
+                if self._ended:  # a busy lane's thread also runs the lane's waiting calls
+                    return None
+                self._changed.wait()
 
 
 #: The threads per target: one writes its superblock, one its log, one closes files, and one is left

@@ -29,8 +29,7 @@ from vllm_nvmeof_offload.pool.format import (
     read_superblock,
     write_superblock,
 )
-from vllm_nvmeof_offload.pool.lease import lease_of, read_lease
-from vllm_nvmeof_offload.pool.lock import DirectoryLock
+from vllm_nvmeof_offload.pool.lease import DirectoryLock, lease_of, read_lease
 from vllm_nvmeof_offload.pool.ownership import busy_error
 from vllm_nvmeof_offload.pool.slab import read_page
 from vllm_nvmeof_offload.units import PAGE_BYTES

@@ -45,7 +45,7 @@ from vllm_nvmeof_offload.fabric.topology import (
 from vllm_nvmeof_offload.io.base import IoEngine
 from vllm_nvmeof_offload.mounts import MOUNTINFO
 from vllm_nvmeof_offload.pool.folder import Folder
-from vllm_nvmeof_offload.pool.lock import DirectoryLock, FileId
+from vllm_nvmeof_offload.pool.lease import DirectoryLock, FileId
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.slab import Slab
 from vllm_nvmeof_offload.targets.health import PathStates, TargetHealth, Verdict

@@ -31,10 +31,9 @@ from vllm_nvmeof_offload.errors import PoolFormatError
 from vllm_nvmeof_offload.follow.owners import OWNERS_MAX
 from vllm_nvmeof_offload.io.base import ForeignSlab, HintRecord, IoEngine
 from vllm_nvmeof_offload.native import Machine
-from vllm_nvmeof_offload.pool.background import Background
 from vllm_nvmeof_offload.pool.folder import Folder, open_private
 from vllm_nvmeof_offload.pool.format import SLAB_FILE, SlotPlace, Superblock, read_superblock
-from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.pool import Background, Pool
 from vllm_nvmeof_offload.protocol import (
     AttachCommand,
     HintCommand,

@@ -51,8 +51,7 @@ from vllm_nvmeof_offload.pool.format import (
     share_tag,
     write_superblock,
 )
-from vllm_nvmeof_offload.pool.lease import Lease, Permits
-from vllm_nvmeof_offload.pool.lock import DirectoryLock
+from vllm_nvmeof_offload.pool.lease import DirectoryLock, Lease, Permits
 from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX, RECORDS_PER_PAGE
 from vllm_nvmeof_offload.pool.ownership import LOCAL
 from vllm_nvmeof_offload.protocol import SlotIdentity

@@ -29,8 +29,7 @@ from vllm_nvmeof_offload.pool.format import (
     read_superblock,
     write_superblock,
 )
-from vllm_nvmeof_offload.pool.lease import Lease, Permits
-from vllm_nvmeof_offload.pool.lock import DirectoryLock
+from vllm_nvmeof_offload.pool.lease import DirectoryLock, Lease, Permits
 from vllm_nvmeof_offload.pool.ownership import INSTANCES_MAX, LOCAL
 from vllm_nvmeof_offload.protocol import SlotIdentity
 

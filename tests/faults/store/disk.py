@@ -17,7 +17,7 @@ from pathlib import Path
 from unittest import mock
 
 from vllm_nvmeof_offload.pool import slab
-from vllm_nvmeof_offload.pool.background import Background
+from vllm_nvmeof_offload.pool.pool import Background
 
 _WATCHED = frozenset({"slab", "table", "superblock", "superblock.new"})
 

@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.commands import FAILED
 from vllm_nvmeof_offload.commands.doctor.host import check_regions
 from vllm_nvmeof_offload.errors import PoolError
-from vllm_nvmeof_offload.pool import lock, ownership
+from vllm_nvmeof_offload.pool import lease, ownership
 from vllm_nvmeof_offload.pool.format import (
     FORMAT_VERSION,
     Keyspace,
@@ -353,7 +353,7 @@ def test_a_server_that_comes_while_its_pool_is_removed_starts_nothing_half(
     pool = Pool.open(spec)
     pool.close()
     directory = pool.directories[0]
-    real = lock.fcntl.flock
+    real = lease.fcntl.flock
 
     def flock(fd: int, how: int) -> None:
         real(fd, how)
@@ -361,7 +361,7 @@ def test_a_server_that_comes_while_its_pool_is_removed_starts_nothing_half(
         if recreated:
             (directory / "lock").touch()
 
-    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    monkeypatch.setattr(lease.fcntl, "flock", flock)
     with pytest.raises(PoolError, match="cannot lock"):
         Pool.open(spec)
 

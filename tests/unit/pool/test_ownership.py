@@ -194,21 +194,20 @@ def test_space_held_by_live_servers_is_not_shared(
     tmp_path: Path, ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Half of what is free is a default for each of several servers, not for the last one."""
-    assert ownership.bytes_of_others([tmp_path / "not there yet"]) == 0
+    assert ownership.usable_bytes([tmp_path / "not there yet"]) == 0
     ranks += [Rank(tmp_path, rank=0, engine=name) for name in ("a/0", "a/1", "b/0")]
     ready(ranks)
     assert [rank.open() for rank in ranks] == [0, 1, 2]
     sizes = [disk_bytes(one.path) for one in find([tmp_path])]
     assert min(sizes) > 0
-    assert ownership.bytes_of_others([tmp_path]) == sum(sizes)
-    assert ownership.bytes_of_others([tmp_path], "a") == sizes[2]
+    assert ownership.usable_bytes([tmp_path]) == 0
+    assert ownership.usable_bytes([tmp_path], "a") == sizes[0] + sizes[1]
     config = parse_config({"targets": [str(tmp_path)]}, {})
     free = SimpleNamespace(total=1 << 40, used=0, free=1 << 30)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: free)
-    assert ownership.bytes_of_pools([tmp_path]) == sum(sizes)
     assert resolve_pool_bytes(config, sum(sizes)) == (free.free + sum(sizes)) // 2
     ranks[2].kill()
-    assert ownership.bytes_of_others([tmp_path], "a") == 0
+    assert ownership.usable_bytes([tmp_path], "a") == sum(sizes)
 
 
 def test_a_lease_names_its_engine_and_removal_deletes_it(tmp_path: Path) -> None:
@@ -226,9 +225,9 @@ def test_foreign_files_on_a_target_are_neither_counted_nor_read(
 ) -> None:
     """Their bytes would be given away twice: they are not free, and the pool cannot use them."""
     target = tmp_path / "data"
-    assert ownership.bytes_of_pools([target]) == 0
+    assert ownership.usable_bytes([target]) == 0
     Pool.open(make_spec(target)).close()
-    ours = ownership.bytes_of_pools([target])
+    ours = ownership.usable_bytes([target])
     assert ours == sum(disk_bytes(one.path) for one in find([target])) > 0
     (space,) = {one.keyspace for one in find([target])}
     for folder in (".", "set", f"{space}x", f"{space}/rank-0", f"{space}/engine-0/other"):
@@ -243,7 +242,7 @@ def test_foreign_files_on_a_target_are_neither_counted_nor_read(
 
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", listing)
-    assert ownership.bytes_of_pools([target]) == ours
+    assert ownership.usable_bytes([target]) == ours
     assert {Path(place).relative_to(target).as_posix() for place in listed} == {
         ".",
         space,
