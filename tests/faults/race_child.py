@@ -201,15 +201,15 @@ class Followed:
         self._table = ForeignWriter(fd, len(KEYS))
         self._reader = ForeignReader(fd)
         os.close(fd)
-        self._rows = ForeignRegion((OWNER, 0, 0), superblock.slots, [(0, 1)], 0)
-        self._rows.begin(self._table, superblock.epoch, False)
-        self._source = Source(directory, superblock)
+        rows = ForeignRegion((OWNER, 0, 0), superblock.slots, [(0, 1)], 0)
+        self._source = Source(directory, superblock, rows, self._table)
+        self._source.begin(superblock.epoch, False)
         self.polls = 0
 
     def read(self) -> Snapshot:
         """Take in what was logged since."""
         self.polls += 1
-        self._source.poll(self._rows, self._table, time.monotonic())
+        self._source.poll(time.monotonic())
         found = [(at, row) for at, key in enumerate(KEYS) for row in self._reader.rows_of(key)]
         numbers = np.array([at for at, _ in found], np.int64)
         slots = numbers // KEYS_OF_SLOT

@@ -105,7 +105,7 @@ OurRegions = list[tuple[bytes, int]]
 
 
 class Source:
-    """The files from which a region's rows are read: its table, and its log if it has one.
+    """Fills a region's `rows` from its files: its table, and its log if it has one.
 
     A scan reads the whole table, which costs 9 ms per million entries. A table whose file has not
     changed for a while is scanned less often, but still scanned: the kernel sets a file's time
@@ -124,8 +124,11 @@ class Source:
     its server. Data written by this host's own kernel is in its page cache.
     """
 
-    def __init__(self, directory: Path, superblock: Superblock) -> None:
-        """Read the region in `directory`. Nothing is opened before the first poll."""
+    def __init__(
+        self, directory: Path, superblock: Superblock, rows: ForeignRegion, table: ForeignWriter
+    ) -> None:
+        """Read the region in `directory` into `rows` of `table`. Opens nothing before a poll."""
+        self.rows, self.superblock, self._table = rows, superblock, table
         self._table_path, self._log_path = directory / TABLE_FILE, directory / LOG_FILE
         self._pages = superblock.log_pages
         self._is_direct = superblock.is_leased  # only leased regions are written by several hosts
@@ -134,12 +137,13 @@ class Source:
         self._is_found = False  # whether the log's end is known
         self._rescan_s = float("-inf")
 
-    def begin(self) -> None:
-        """Start over with a scan, because the rows were restarted (`ForeignRegion.begin`)."""
+    def begin(self, epoch: int, from_now: bool) -> None:
+        """Start over with a scan. The arguments are as in `ForeignRegion.begin`."""
+        self.rows.begin(self._table, epoch, from_now)
         self._is_found = False
         self._scanned_s = float("-inf")
 
-    def poll(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> bool:
+    def poll(self, now_s: float) -> bool:
         """Apply new entries. Returns whether the log reports a new superblock. Raises OSError if a
         file cannot be read; entries that were already offered stay."""
         if self._log_fd < 0 and self._pages:
@@ -147,21 +151,21 @@ class Source:
                 self._log_fd = _open(self._log_path, self._is_direct)
         if self._log_fd < 0:  # an older release wrote no log, or the log was removed
             self._is_found = False
-            self._scan_if_due(rows, table, now_s)
+            self._scan_if_due(now_s)
             return False
         if not self._is_found:
-            self._find(rows, table, now_s, log_is_ahead=self._is_direct)
-        why = rows.follow_log(table, self._log_fd, int(now_s * 1e9))
-        if why == rows.OVERRUN:
-            table.log_overran()
-            self._find(rows, table, now_s, log_is_ahead=False)  # the log has lost records
-        elif why != rows.RESET:
+            self._find(now_s, log_is_ahead=self._is_direct)
+        why = self.rows.follow_log(self._table, self._log_fd, int(now_s * 1e9))
+        if why == self.rows.OVERRUN:
+            self._table.log_overran()
+            self._find(now_s, log_is_ahead=False)  # the log has lost records
+        elif why != self.rows.RESET:
             _check(why)
             if now_s >= self._rescan_s:
                 self._rescan_s = now_s + RESCAN_S
                 if self._table_ns() != self._scanned_ns:
-                    self._scan(rows, table, now_s, log_is_ahead=self._is_direct)
-        return why == rows.RESET
+                    self._scan(now_s, log_is_ahead=self._is_direct)
+        return why == self.rows.RESET
 
     def log_fd(self) -> int:
         """Return the descriptor of a log that `ForeignRegion.with_news` can check instead of a
@@ -175,33 +179,30 @@ class Source:
                 os.close(fd)
         self._table_fd = self._log_fd = -1
 
-    def _find(
-        self, rows: ForeignRegion, table: ForeignWriter, now_s: float, log_is_ahead: bool
-    ) -> None:
+    def _find(self, now_s: float, log_is_ahead: bool) -> None:
         """Find the log's end, then scan, so that each entry is in the scan or the later log."""
         self._is_found = False
-        _check(rows.seek_log(self._log_fd, self._pages))
-        self._scan(rows, table, now_s, log_is_ahead)
+        _check(self.rows.seek_log(self._log_fd, self._pages))
+        self._scan(now_s, log_is_ahead)
         self._is_found = True
         self._rescan_s = now_s + (SYNCED_S if self._is_direct else RESCAN_S)
 
-    def _scan_if_due(self, rows: ForeignRegion, table: ForeignWriter, now_s: float) -> None:
+    def _scan_if_due(self, now_s: float) -> None:
         changed_ns = self._table_ns()
         if (
             changed_ns != self._scanned_ns
             or time.time_ns() - changed_ns < QUIET_S * 1e9
             or now_s - self._scanned_s >= QUIET_READ_S
         ):
-            self._scan(rows, table, now_s, log_is_ahead=False)
+            self._scan(now_s, log_is_ahead=False)
         else:
-            rows.ripen(table, int(now_s * 1e9))
+            self.rows.ripen(self._table, int(now_s * 1e9))
 
-    def _scan(
-        self, rows: ForeignRegion, table: ForeignWriter, now_s: float, log_is_ahead: bool
-    ) -> None:
+    def _scan(self, now_s: float, log_is_ahead: bool) -> None:
         """Read the table. `log_is_ahead` is as in `ForeignRegion.scan`."""
         changed_ns = self._table_ns()
-        _check(rows.scan(table, self._table_fd, int(now_s * 1e9), log_is_ahead))
+        found = self.rows.scan(self._table, self._table_fd, int(now_s * 1e9), log_is_ahead)
+        _check(found)
         self._scanned_s, self._scanned_ns = now_s, changed_ns
 
     def _table_ns(self) -> int:
@@ -226,7 +227,7 @@ def _check(error: int) -> None:
 class _Region:
     """One region: its superblock, its lock, and its rows once it has an owner."""
 
-    def __init__(self, scope: Scope, name: RegionName, space: Folder) -> None:
+    def __init__(self, scope: Scope, name: RegionName, space: Folder, table: ForeignWriter) -> None:
         part = f"{_PREFIX}{name.engine}/rank-{name.rank}"
         self.name = name
         self.directory, self.place = space.path / part, space.place / part
@@ -238,14 +239,12 @@ class _Region:
         self.is_due = True
         #: Whether the region is idle: all its entries are known, and its log reports new ones.
         self.rests = False
-        self._scope = scope
+        self._scope, self._table = scope, table
         self._takeover = Takeover()
         # Joined only once, because they are used many times per second.
         self._superblock_path = self.place / SUPERBLOCK_FILE
         self._superblock_seen = (0, 0)
         self._source: Source | None = None
-        self._rows: ForeignRegion | None = None
-        self._of: Superblock | None = None  # the one that the rows were created for
         self._begun: Wanted | None = None
 
     def read_superblock(self) -> bool:
@@ -279,60 +278,55 @@ class _Region:
         """Update `is_held`: whether a process holds the region."""
         self.is_held = self._takeover.look(self.place).may_live
 
-    def follow(
-        self, table: ForeignWriter, wanted: Wanted, ours: OurRegions, now_s: float
-    ) -> tuple[int, bool]:
+    def follow(self, wanted: Wanted, ours: OurRegions, now_s: float) -> tuple[int, bool]:
         """Update the rows to match `wanted`. Returns their number, and whether they were restarted.
 
         `ours` are the regions that a hint may name. Raises OSError as `Source.poll` does.
         """
-        takes_all = wanted.version == table.version_of_all
+        takes_all = wanted.version == self._table.version_of_all
         if takes_all and self._begun is not None and self._begun.version != wanted.version:
-            self.leave(table)  # entries that were left out now count too
-        rows, source = self._rows_of(table, wanted.owner)
-        rows.set_ours(ours)
+            self.leave()  # entries that were left out now count too
+        source = self._source_of(wanted.owner)
+        source.rows.set_ours(ours)
         begins = self._begun != wanted
         if begins:
             version_before = self._begun.version if self._begun is not None else 0
-            from_now = wanted.version != version_before and not takes_all
-            rows.begin(table, wanted.epoch, from_now)
-            source.begin()
+            source.begin(wanted.epoch, wanted.version != version_before and not takes_all)
             self._begun = wanted
-        if source.poll(rows, table, now_s):
+        if source.poll(now_s):
             self._superblock_seen = (0, 0)  # read it regardless of its file's time
             self.is_due = True
         self.rests = not begins and not self.is_due and source.log_fd() >= 0
-        return rows.rows, begins
+        return source.rows.rows, begins
 
     def log(self) -> tuple[ForeignRegion, int]:
         """Return an idle region's rows, and the descriptor of the log that they follow."""
-        assert self._rows is not None and self._source is not None
-        return self._rows, self._source.log_fd()
+        assert self._source is not None
+        return self._source.rows, self._source.log_fd()
 
-    def _rows_of(self, table: ForeignWriter, owner: int) -> tuple[ForeignRegion, Source]:
-        """Return the region's rows for this owner, in a table of the current shape."""
-        now, before = self.superblock, self._of
+    def _source_of(self, owner: int) -> Source:
+        """Return the source of this owner's rows, in a table of the current shape."""
+        now, source = self.superblock, self._source
         assert now is not None
-        same = before is not None and _shape_of(before) == _shape_of(now)
         belongs = self._begun is not None and self._begun.owner == owner
-        if same and belongs and self._rows is not None and self._source is not None:
-            return self._rows, self._source
-        self.leave(table)
+        if source is not None and belongs and _shape_of(source.superblock) == _shape_of(now):
+            return source
+        self.leave()
         # A server whose ranks share nothing cannot read another server's single copies.
         shares = self._scope.ranks > 1
         groups = [(group.group_id, group.set_size if shares else 1) for group in now.groups]
         home = owner, self.name.target, self.name.rank
         young_ns = int(YOUNG_S * 1e9) if now.world_size > 1 else 0
-        self._rows, self._of = ForeignRegion(home, now.slots, groups, young_ns), now
-        self._source = Source(self.place, now)
-        return self._rows, self._source
+        rows = ForeignRegion(home, now.slots, groups, young_ns)
+        self._source = source = Source(self.place, now, rows, self._table)
+        return source
 
-    def leave(self, table: ForeignWriter) -> None:
+    def leave(self) -> None:
         """Withdraw all rows."""
         self.close()
-        if self._rows is not None:
-            self._rows.begin(table, 0, False)
-        self._rows = self._begun = self._source = None
+        if self._source is not None:
+            self._source.begin(0, False)
+        self._begun = self._source = None
 
     def close(self) -> None:
         """Close the files, as `Source.close` does."""
@@ -420,7 +414,7 @@ class TargetScan:
             for rank in range(self._scope.ranks):
                 name = RegionName(engine, rank, self._target)
                 if name not in self._regions:
-                    self._regions[name] = _Region(self._scope, name, self._space)
+                    self._regions[name] = _Region(self._scope, name, self._space, self._table)
         for region in self._due():
             region.has_failed, region.is_due = False, True
             region.close()
@@ -452,9 +446,9 @@ class TargetScan:
                 self._owners.found(region.name, region.superblock, region.is_held)
             wanted = self._owners.wanted(region.name)
             if wanted is None:
-                region.leave(self._table)
+                region.leave()
                 return 0.0
-            rows, begins = region.follow(self._table, wanted, self._ours, now_s)
+            rows, begins = region.follow(wanted, self._ours, now_s)
         except (OSError, PoolFormatError) as error:
             self._fail(region, error)
             return 0.0
@@ -464,7 +458,7 @@ class TargetScan:
     def _fail(self, region: _Region, error: OSError | PoolFormatError) -> None:
         """Forget a region that was removed; keep one that is temporarily unreadable."""
         if isinstance(error, PoolFormatError) or error.errno in _GONE:
-            region.leave(self._table)
+            region.leave()
             del self._regions[region.name]
             self._owners.lost(region.name)
         else:
