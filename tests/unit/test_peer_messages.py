@@ -20,12 +20,14 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.peers.messages import (
+from vllm_nvmeof_offload.peers.session import (
     MESSAGE_BYTES_MAX,
     READS_MAX,
     TOKENS_MAX,
     AnyMessage,
+    BackOff,
     Beat,
+    BusyRate,
     Bye,
     Cancel,
     Channel,
@@ -34,6 +36,7 @@ from vllm_nvmeof_offload.peers.messages import (
     FailedRead,
     Hello,
     Lent,
+    Listening,
     MalformedError,
     Read,
     Ready,
@@ -43,9 +46,9 @@ from vllm_nvmeof_offload.peers.messages import (
     WantedRead,
     Welcome,
     failed_read,
+    key_pair,
     outcome_of_failed,
 )
-from vllm_nvmeof_offload.peers.session import BackOff, BusyRate, Listening, key_pair
 
 u64 = st.integers(0, (1 << 64) - 1)
 u32 = st.integers(0, (1 << 32) - 1)

@@ -38,14 +38,18 @@ from vllm_nvmeof_offload.peers.base import (
     PeerState,
     SlotMemory,
 )
-from vllm_nvmeof_offload.peers.messages import (
+from vllm_nvmeof_offload.peers.session import (
     CURVE_BYTES,
     MESSAGE_BYTES_MAX,
+    NOT_PROVEN,
     READS_MAX,
+    STRANGER,
     TOKENS_MAX,
     VERSION,
     AnyMessage,
+    BackOff,
     Beat,
+    BusyRate,
     Bye,
     Cancel,
     Channel,
@@ -54,24 +58,18 @@ from vllm_nvmeof_offload.peers.messages import (
     FailedRead,
     Hello,
     Lent,
+    Listening,
     MalformedError,
     Read,
     Ready,
     Reason,
     Refused,
     Sent,
+    SessionThread,
     WantedRead,
     Welcome,
-    outcome_of_failed,
-)
-from vllm_nvmeof_offload.peers.session import (
-    NOT_PROVEN,
-    STRANGER,
-    BackOff,
-    BusyRate,
-    Listening,
-    SessionThread,
     lock,
+    outcome_of_failed,
     take_in,
 )
 from vllm_nvmeof_offload.peers.transport import (

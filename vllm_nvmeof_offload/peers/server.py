@@ -41,9 +41,11 @@ from vllm_nvmeof_offload.peers.base import (
     ServePort,
     SlotMemory,
 )
-from vllm_nvmeof_offload.peers.messages import (
+from vllm_nvmeof_offload.peers.session import (
     CURVE_BYTES,
+    FRAMES_MAX,
     MESSAGE_BYTES_MAX,
+    STRANGER,
     TOKENS_MAX,
     VERSION,
     AnyMessage,
@@ -62,15 +64,11 @@ from vllm_nvmeof_offload.peers.messages import (
     Reason,
     Refused,
     Sent,
+    SessionThread,
     WantedRead,
     Welcome,
     decode,
     failed_read,
-)
-from vllm_nvmeof_offload.peers.session import (
-    FRAMES_MAX,
-    STRANGER,
-    SessionThread,
     key_pair,
     lock,
     take_in,

@@ -1,6 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The common parts of both ends of sessions: the proof of the share secret, the turns of their
-threads, the measurement of silence and rates, and the delay before a peer is greeted again.
+"""Sessions between two peers, P and D (`base`): their messages, and the common parts of both ends.
+
+A message is bounded msgpack in one ZMQ frame. Every message carries `n`, its number in its
+direction of the session; a gap means that messages were lost. The receiver ignores unknown fields,
+so that a later release may add some. A frame that is not a message, is too large, or has the wrong
+number is malformed: the receiver counts it and closes the session.
+
+| message | sender | meaning |
+|---|---|---|
+| `Hello` | P | a request for a session, with what P and D must have in common |
+| `Welcome` | D | D's serve slots, and the credits |
+| `Refused` | D | there is no session, and why |
+| `Read` | P | chunks for D to read into its serve slots |
+| `Ready` | D | serve slots that are lent to P |
+| `Sent` | D | a chunk that was read, in a second frame |
+| `Failed` | D | reads that failed |
+| `Done` | P | lent slots that P no longer needs, and chunks that arrived in messages |
+| `Cancel` | P | reads that P has cancelled |
+| `Beat` | both | a keep-alive, with D's levels |
+| `Bye` | both | the session is over |
+
+D answers each token of a `Read` once, with `Ready`, `Sent` or `Failed`, however late.
 
 With a share secret, ZMQ's CURVE encrypts and authenticates every byte of a message. Chunks that
 RDMA carries are not protected, except by their checksums. All servers derive the same two pairs of
@@ -11,15 +31,241 @@ without D's. CURVE draws new keys for each connection, so nothing can be replaye
 
 from __future__ import annotations
 
+import enum
+import errno
 import hmac
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Annotated, TypeAlias
 
+import msgspec
 import zmq
+from msgspec import Meta, Struct
 from zmq.utils import z85
 
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    DEADLINE,
+    STALE,
+    OffloadError,
+    Outcome,
+    io_error,
+)
 from vllm_nvmeof_offload.io.base import Waker
+
+VERSION = 2
+MESSAGE_BYTES_MAX = 1 << 18
+#: More than CURVE adds to a frame: ZMQ's limit applies to the encrypted frame.
+CURVE_BYTES = 64
+READS_MAX = 64  # in one message
+TOKENS_MAX = 1024  # in one message, and as credits of a session
+_ERROR_MAX = 200  # the most characters quoted from a frame
+
+_Sixteen = Annotated[bytes, Meta(min_length=16, max_length=16)]
+_Key = Annotated[bytes, Meta(min_length=1, max_length=46)]
+_U64 = Annotated[int, Meta(ge=0)]  # msgpack has no larger integers
+_U32 = Annotated[int, Meta(ge=0, le=(1 << 32) - 1)]
+_Rate = Annotated[float, Meta(ge=0, le=1e15)]
+_Metadata = Annotated[bytes, Meta(max_length=1 << 17)]
+_Text = Annotated[str, Meta(max_length=256)]
+_Credits = Annotated[int, Meta(ge=0, le=TOKENS_MAX)]
+_Tokens = Annotated[list[_U64], Meta(max_length=TOKENS_MAX)]
+
+
+class MalformedError(OffloadError):
+    """A peer sent a frame that is not a message, or a message that it may not send now."""
+
+
+class Reason(enum.IntEnum):
+    """The reason why a read failed at D. The first five are named after the `OutcomeKind`s."""
+
+    STALE = 1
+    CHECKSUM_MISMATCH = 2
+    IO_ERROR = 3
+    DEADLINE = 4
+    CANCELLED = 5
+    NOT_ATTACHED = 6  # D has not opened the region
+    BUSY = 7  # more reads than credits
+
+
+class WantedRead(Struct, array_like=True, frozen=True):
+    """A read of a region's slot, which must have this content.
+
+    `within_ms` is how long P waits for it: a duration, because two hosts' clocks are not compared.
+    """
+
+    token: _U64
+    region: _Sixteen
+    slot: _U32
+    key: _Key
+    generation: _U64
+    payload_bytes: _U64
+    within_ms: _U32
+
+
+class Lent(Struct, array_like=True, frozen=True):
+    """A serve slot with the chunk requested under `token`."""
+
+    token: _U64
+    slot: _U32
+
+
+class FailedRead(Struct, array_like=True, frozen=True):
+    """A failed read. `errno` is the errno of an IO_ERROR."""
+
+    token: _U64
+    reason: Reason
+    errno: _U32 = 0
+
+
+class Message(Struct, kw_only=True, tag_field="type"):
+    """The base of all messages. `n` is the number in its direction, from 0, set when it is sent."""
+
+    n: _U64 = 0
+
+
+class Hello(Message, tag="hello"):
+    """A request for a session. `keyspace` is 32 hex digits. `tag` is the share tag. `slot_bytes` is
+    the size of a staging slot. `pulls` is True if P can pull by RDMA and needs D's agent."""
+
+    version: _U32
+    keyspace: Annotated[str, Meta(max_length=64)]
+    tag: _Sixteen
+    rank: _U32
+    world_size: _U32
+    slot_bytes: _U64
+    pulls: bool = False
+
+
+class Welcome(Message, tag="welcome"):
+    """The answer that opens a session. `credits` is the number of reads that P may have open.
+    `metadata` describes D's agent, and is empty if chunks arrive in messages. `address` and `slots`
+    describe D's serve slots, for P's pulls."""
+
+    metadata: _Metadata
+    address: _U64
+    slots: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+    credits: Annotated[int, Meta(ge=1, le=TOKENS_MAX)]
+
+
+class Refused(Message, tag="refused"):
+    """The answer that refuses a session. `replica` is the number of the answering replica."""
+
+    text: _Text
+    replica: _U32 = 0
+    replicas: Annotated[int, Meta(ge=1, le=1 << 16)] = 1
+
+
+class Read(Message, tag="read"):
+    """Chunks to read. With `inline` they are sent; otherwise D lends its slots."""
+
+    inline: bool
+    reads: Annotated[list[WantedRead], Meta(max_length=READS_MAX)]
+
+
+class Ready(Message, tag="ready"):
+    """Lent serve slots. `queued_bytes` is how much D's storage must read before P's next read, at
+    `bytes_per_s`. `credits` is P's new number of credits, or 0 if unchanged."""
+
+    lent: Annotated[list[Lent], Meta(max_length=TOKENS_MAX)]
+    queued_bytes: _U64 = 0
+    bytes_per_s: _Rate = 0.0
+    credits: _Credits = 0
+
+
+class Sent(Message, tag="sent"):
+    """A chunk. The second frame holds the serve slot's header page and payload."""
+
+    token: _U64
+
+
+class Failed(Message, tag="failed"):
+    failed: Annotated[list[FailedRead], Meta(max_length=TOKENS_MAX)]
+
+
+class Done(Message, tag="done"):
+    tokens: _Tokens
+
+
+class Cancel(Message, tag="cancel"):
+    tokens: _Tokens
+
+
+class Beat(Message, tag="beat"):
+    """A keep-alive. D sets the fields as in `Ready`."""
+
+    queued_bytes: _U64 = 0
+    bytes_per_s: _Rate = 0.0
+    credits: _Credits = 0
+
+
+class Bye(Message, tag="bye"):
+    text: _Text = ""
+
+
+AnyMessage: TypeAlias = (
+    Hello | Welcome | Refused | Read | Ready | Sent | Failed | Done | Cancel | Beat | Bye
+)
+_decoder = msgspec.msgpack.Decoder(AnyMessage)
+_encoder = msgspec.msgpack.Encoder()
+
+
+def decode(raw: bytes) -> AnyMessage:
+    """Decode a message, whatever its number. Raises MalformedError."""
+    if len(raw) > MESSAGE_BYTES_MAX:
+        raise MalformedError(f"{len(raw)} bytes")
+    try:
+        message: AnyMessage = _decoder.decode(raw)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+        raise MalformedError(repr(str(error)[:_ERROR_MAX])) from None
+    return message
+
+
+class Channel:
+    """Numbers outgoing messages, and checks the numbers of incoming ones."""
+
+    def __init__(self) -> None:
+        self._sent = self._received = 0
+
+    def encode(self, message: AnyMessage) -> bytes:
+        message.n = self._sent
+        self._sent += 1
+        raw = _encoder.encode(message)
+        assert len(raw) <= MESSAGE_BYTES_MAX
+        return raw
+
+    def decode(self, raw: bytes) -> AnyMessage:
+        """Decode a message and check its number. Raises MalformedError."""
+        message = decode(raw)
+        if message.n != self._received:
+            raise MalformedError(f"message {message.n} instead of {self._received}")
+        self._received += 1
+        return message
+
+
+_OUTCOMES = {
+    Reason.STALE: STALE,
+    Reason.CHECKSUM_MISMATCH: CHECKSUM_MISMATCH,
+    Reason.DEADLINE: DEADLINE,
+    Reason.CANCELLED: CANCELLED,
+    Reason.NOT_ATTACHED: io_error(errno.EBADF),
+    Reason.BUSY: io_error(errno.EAGAIN),
+}
+
+
+def failed_read(token: int, outcome: Outcome | None) -> FailedRead:
+    """Return D's answer for a read that its storage could not serve (`base.Served`)."""
+    if outcome is None:
+        return FailedRead(token, Reason.NOT_ATTACHED)
+    return FailedRead(token, Reason[outcome.kind.name], outcome.errno)
+
+
+def outcome_of_failed(one: FailedRead) -> Outcome:
+    """Return P's outcome of a read that D could not serve. It says nothing about P's targets."""
+    return _OUTCOMES.get(one.reason) or io_error(one.errno)
+
 
 _SOON_S = 0.2
 _AGAIN_MAX_S = 2.0

@@ -7,7 +7,7 @@ progresses when its state is read, and a peer's transfers progress in `progress`
 from the thread that created the agent.
 
 NIXL is used if network cards move the bytes by RDMA; otherwise chunks arrive in messages
-(`messages.Sent`). Without an RDMA port nothing is imported here, and UCX never uses TCP: its TCP
+(`session.Sent`). Without an RDMA port nothing is imported here, and UCX never uses TCP: its TCP
 transport listens on each interface, at arbitrary ports, and writes data from any sender to any
 address that the sender names (seen with NIXL 1.5.1).
 

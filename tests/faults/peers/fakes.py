@@ -14,7 +14,8 @@ import zmq
 from vllm_nvmeof_offload.errors import CANCELLED, OK, Outcome
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.peers.base import Common, Levels, PeerRead, Served, SlotMemory
-from vllm_nvmeof_offload.peers.messages import (
+from vllm_nvmeof_offload.peers.server import PeerServer
+from vllm_nvmeof_offload.peers.session import (
     VERSION,
     AnyMessage,
     Beat,
@@ -26,9 +27,8 @@ from vllm_nvmeof_offload.peers.messages import (
     Ready,
     WantedRead,
     Welcome,
+    lock,
 )
-from vllm_nvmeof_offload.peers.server import PeerServer
-from vllm_nvmeof_offload.peers.session import lock
 
 WAIT_MS = 20_000
 TAG = b"t" * 16

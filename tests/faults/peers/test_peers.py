@@ -14,8 +14,8 @@ import zmq
 from tests.contract.rig import Rig, name
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
 from vllm_nvmeof_offload.peers.base import SILENT_S
-from vllm_nvmeof_offload.peers.messages import VERSION, Channel, Hello, Refused
 from vllm_nvmeof_offload.peers.server import host_and_port
+from vllm_nvmeof_offload.peers.session import VERSION, Channel, Hello, Refused
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
 from .conftest import MakePair

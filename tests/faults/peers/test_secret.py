@@ -23,9 +23,8 @@ from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.peers import clients
 from vllm_nvmeof_offload.peers.base import Common, SlotMemory
 from vllm_nvmeof_offload.peers.clients import PeerClients
-from vllm_nvmeof_offload.peers.messages import MESSAGE_BYTES_MAX, VERSION, Channel, Hello
 from vllm_nvmeof_offload.peers.server import CONNECTIONS_MAX
-from vllm_nvmeof_offload.peers.session import key_pair
+from vllm_nvmeof_offload.peers.session import MESSAGE_BYTES_MAX, VERSION, Channel, Hello, key_pair
 
 from .fakes import SLOT_BYTES, TAG, Asker, Desk, FakePeer
 from .kit import Puller, Serving

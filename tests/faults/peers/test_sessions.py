@@ -29,7 +29,7 @@ from vllm_nvmeof_offload.errors import (
 )
 from vllm_nvmeof_offload.io.base import ALLOWED_CPUS
 from vllm_nvmeof_offload.peers.base import NO_PEER, SILENT_S, STALLED_S
-from vllm_nvmeof_offload.peers.messages import (
+from vllm_nvmeof_offload.peers.session import (
     AnyMessage,
     Beat,
     Bye,

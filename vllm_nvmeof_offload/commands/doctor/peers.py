@@ -16,9 +16,17 @@ from dataclasses import dataclass, field
 import zmq
 
 from vllm_nvmeof_offload.fabric.findings import Finding, ok, warning
-from vllm_nvmeof_offload.peers.messages import VERSION, Channel, Hello, MalformedError, Refused
 from vllm_nvmeof_offload.peers.server import host_and_port
-from vllm_nvmeof_offload.peers.session import NOT_PROVEN, STRANGER, lock
+from vllm_nvmeof_offload.peers.session import (
+    NOT_PROVEN,
+    STRANGER,
+    VERSION,
+    Channel,
+    Hello,
+    MalformedError,
+    Refused,
+    lock,
+)
 from vllm_nvmeof_offload.peers.transport import has_rdma, why_no_pulls
 from vllm_nvmeof_offload.units import human_bytes
 
