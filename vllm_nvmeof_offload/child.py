@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child processes that run a module of this package, and companions, which are restarted.
 
+A call on a lost path may wait in the kernel forever, and a process with a thread in such a call
+cannot be stopped. So leases are renewed, lost targets looked for, and other servers' files found in
+other processes, for which the server never waits.
+
 If this package is inside vLLM's tree, `python -m` would first import the packages above this one.
 vLLM's own package imports torch, which would waste seconds and hundreds of MB.
 
@@ -46,6 +50,36 @@ def child_command(module: str) -> list[str]:
         return [sys.executable, "-m", name]
     directory = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     return [sys.executable, "-c", _RUN_BELOW_EMPTY_PACKAGES, _ABOVE, directory, name]
+
+
+def start_child(
+    command: Iterable[str], fd: int, pipes: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a process that gets `fd`, whose number becomes the last argument of `command`.
+
+    `pipes` is `subprocess.PIPE` to connect its input and output. Its session is its own, so Ctrl-C
+    does not reach it. Raises OSError if it cannot be started.
+    """
+    return subprocess.Popen(
+        [*command, str(fd)],
+        stdin=pipes,
+        stdout=pipes,
+        cwd="/",  # a working directory could hang, or keep a target from being unmounted
+        bufsize=0,
+        start_new_session=True,
+        pass_fds=(fd,),
+    )
+
+
+def accompany(work: Callable[[int], None]) -> None:
+    """Be the process of a `Companion`: do `work` in a child, for the reasons above.
+
+    `work` gets the descriptor of the shared memory, and returns once the input is closed.
+    """
+    if os.fork():
+        os._exit(0)
+    work(int(sys.argv[-1]))
+    os._exit(0)  # do not wait for threads that hang
 
 
 #: The longest wait for a stopped process to exit; one stuck in the kernel exits later.
@@ -111,16 +145,7 @@ class Companion:
 
     def _accompany(self) -> None:
         """Start the process and wait until it exits or is stopped. OSError: it cannot start."""
-        # cwd="/": a working directory could hang, or keep a target from being unmounted.
-        child = subprocess.Popen(
-            [*self._command, str(self._fd)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            cwd="/",
-            bufsize=0,
-            start_new_session=True,
-            pass_fds=(self._fd,),
-        )
+        child = start_child(self._command, self._fd, subprocess.PIPE)
         assert child.stdin and child.stdout
         with child.stdin, child.stdout:
             child.wait()  # the work is now the grandchild's

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The follower: a process that fills the foreign table, `python -m …follow.follower SETTINGS FD`.
 
-It is a separate process so that its work does not compete with the scheduler's, and because a
-thread stuck on a lost target cannot be ended. It only reads. A child process does the work and
-exits when the server closes its input; see `child` for the reasons.
+It is a companion (`child`), also so that its work does not compete with the scheduler's. It only
+reads.
 
 `TargetScan` finds other engines' regions on one target. A `_Region` keeps the rows of one region,
 which it reads from a `Source`. The rows are hints, so nothing is locked or waited for: an entry
@@ -28,7 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_nvmeof_offload.child import Companion, child_command
+from vllm_nvmeof_offload.child import Companion, accompany, child_command
 from vllm_nvmeof_offload.errors import PoolFormatError
 from vllm_nvmeof_offload.follow.owners import (
     BYTES_PER_SLOT,
@@ -537,11 +536,9 @@ def _run(scan: TargetScan, follow_s: float, share: float) -> None:
         os._exit(1)
 
 
-def main(settings: str, fd: int) -> None:
-    """Run the follower. `settings` is JSON from `start_follower`; `fd` is the table's memory."""
-    if os.fork():
-        os._exit(0)
-    found = json.loads(settings)
+def main(fd: int) -> None:
+    """Run the follower with the settings from `start_follower`; `fd` is the table's memory."""
+    found = json.loads(sys.argv[1])
     targets = tuple(map(Path, found["targets"]))
     scope = Scope(targets, found["keyspace"], found["engine_index"], found["ranks"])
     table = ForeignWriter(fd, ROWS_MIN)
@@ -551,8 +548,7 @@ def main(settings: str, fd: int) -> None:
         pace = found["follow_ms"] / 1000, _CPU_SHARE_MAX / len(targets)
         threading.Thread(target=_run, args=(of_target, *pace), daemon=True).start()
     sys.stdin.buffer.read()
-    os._exit(0)  # do not wait for threads that hang
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]))
+    accompany(main)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keeper: a process that renews a server's leases, `python -m …pool.keeper PID FD`.
 
-A write or an fdatasync on a lost path waits in the kernel and cannot be killed, and a server with a
-thread in such a call could not be stopped. So the server sends its leases through a pipe to a child
-and never waits for it. The child has one thread per lease, so that a hung lease blocks no other. It
-reopens the page for each renewal, so that it never prevents an unmount, and holds no flock, because
-flocks must end with the server. PID is the server's, for display. FD is the memory of the permits
-(`lease`), which both processes share.
+The server sends its leases through a pipe to this companion (`child`). It has one thread per
+lease, so that a hung lease blocks no other. It reopens the page for each renewal, so that it never
+prevents an unmount, and holds no flock, because flocks must end with the server. PID is the
+server's, for display. FD is the memory of the permits (`lease`), which both processes share.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from vllm_nvmeof_offload.child import Companion, child_command
+from vllm_nvmeof_offload.child import Companion, accompany, child_command
 from vllm_nvmeof_offload.pool.lease import (
     DirectoryLock,
     FileId,
@@ -219,18 +217,16 @@ class _Renewed:
                 failing = True
 
 
-def main(permits: Permits) -> None:
-    """Renew the leases named by the lines on stdin."""
-    if os.fork():
-        os._exit(0)
+def main(fd: int) -> None:
+    """Renew the leases named by the lines on stdin. `fd` is the memory of their permits."""
+    permits = Permits(fd)
     known: dict[str, _Renewed] = {}
     for line in sys.stdin.buffer:
         order = Order(**json.loads(line))
         if order.owner not in known:
             known[order.owner] = _Renewed(order, permits)
         known[order.owner].is_due(order)
-    os._exit(0)  # do not wait for threads that hang
 
 
 if __name__ == "__main__":
-    main(Permits(int(sys.argv[2])))
+    accompany(main)

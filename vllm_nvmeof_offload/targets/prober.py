@@ -2,9 +2,8 @@
 """Opens the pool on one target's path in a child process: `python -m …targets.prober FD`.
 
 FD is a SOCK_SEQPACKET socket. This process receives a `ProbeRequest` on it and sends a
-`ProbeAnswer`, with open descriptors if it found the pool. Any call here may hang in the kernel
-forever, and a server with a thread in such a call could not exit. So the server does not wait for
-this process, which holds nothing that the server needs. The lock is passed on with its descriptor.
+`ProbeAnswer`, with open descriptors if it found the pool. The lock is passed on with its
+descriptor. A process per probe, not a companion, can be killed alone when it hangs.
 """
 
 from __future__ import annotations

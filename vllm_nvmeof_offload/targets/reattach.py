@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.child import child_command
+from vllm_nvmeof_offload.child import child_command, start_child
 from vllm_nvmeof_offload.fabric.topology import (
     ABSENT,
     TargetFabric,
@@ -219,14 +219,7 @@ class _Probe:
         try:
             self.channel.send(json.dumps(asdict(request)).encode())
             with theirs:
-                # cwd="/": a working directory could hang, or prevent an unmount. The separate
-                # session leaves Ctrl-C to the server, which ends its probers.
-                self.child = subprocess.Popen(
-                    [*command, str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
-                    cwd="/",
-                    start_new_session=True,
-                )
+                self.child = start_child(command, theirs.fileno())
         except BaseException:
             self.channel.close()
             raise
