@@ -190,8 +190,7 @@ class Pool:
         """Use `Pool.open` instead."""
         if claim.was_of_another:
             spec = replace(spec, adopt=False)  # a takeover begins a new epoch
-        prepared = prepare(spec, slabs, claim)
-        superblocks, self._adopt_slots = prepared.superblocks, prepared.adopt_slots
+        superblocks, self._adopt_slots, stamp = prepare(spec, slabs, claim)
         self._claim = claim
         self._slabs = slabs
         #: By target, the permit that states whether its region may be written now.
@@ -199,7 +198,7 @@ class Pool:
         #: By target, the superblock that the target should have now.
         self.superblocks = superblocks
         #: The stamp of writes to a target that has the newest superblock.
-        self.stamp = self._unnamed = prepared.stamp
+        self.stamp = self._unnamed = stamp
         self._named = spec.named
         self._on_progress = on_progress
         self.target_count = len(slabs)

@@ -279,18 +279,13 @@ def new_epoch(used: Container[int]) -> int:
             return epoch
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """The result of `prepare`. `superblocks` are by target, as on disk. `adopt_slots` counts, by
-    target, the slots that may hold an earlier process's chunks. `stamp` is for later writes."""
-
-    superblocks: list[Superblock]
-    adopt_slots: list[int]
-    stamp: Stamp
-
-
-def prepare(spec: PoolSpec, slabs: Sequence[Slab], claim: Claim) -> Prepared:
+def prepare(
+    spec: PoolSpec, slabs: Sequence[Slab], claim: Claim
+) -> tuple[list[Superblock], list[int], Stamp]:
     """Wipe directories of other pools, reserve space, and write the superblocks.
+
+    Returns, by target, the superblock as on disk, and the number of slots that may hold an earlier
+    process's chunks; then the stamp of later writes.
 
     Raises PoolError if there is no space for one slot, a pool has an unknown format, or a lease was
     lost; OSError if a file cannot be read, written or resized.
@@ -328,7 +323,7 @@ def prepare(spec: PoolSpec, slabs: Sequence[Slab], claim: Claim) -> Prepared:
         else:
             write_superblock(slab.place, superblock)
     written = epoch if spec.named else new_epoch([epoch, *(one.epoch for one in living)])
-    return Prepared(superblocks, adopt_slots, Stamp(written, tag))
+    return superblocks, adopt_slots, Stamp(written, tag)
 
 
 def _superblock(spec: PoolSpec, target: int, pool_uuid: bytes, slots: int) -> Superblock:
