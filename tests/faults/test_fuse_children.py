@@ -15,7 +15,7 @@ from tests.unit.follow.test_follower import followers_of
 from tests.unit.pool.kit import name, put
 from tests.unit.test_pool_keeper import Held
 from tests.wait import wait_until
-from vllm_nvmeof_offload.follow.follower import start_follower
+from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.native import ForeignReader
 from vllm_nvmeof_offload.pool.keeper import keep
 from vllm_nvmeof_offload.pool.lease import Permits
@@ -34,7 +34,7 @@ def test_a_target_that_hangs_delays_no_other_target_and_no_stop(
     pool = open_engine(1, answers)
     put(pool, 3, name(1, 5))
     file = os.memfd_create("foreign", os.MFD_CLOEXEC)
-    follower = start_follower([hung, answers], KEYSPACE, OURS, 1, file)
+    follower = start_follower(Scope((hung, answers), KEYSPACE, OURS, 1), file)
     reader = ForeignReader(file)
     faulty_mount.wait_hanging(1)
     wait_until("a row", lambda: reader.rows_of(name(1).key) == [row(1, 3, 5, target=1)])

@@ -23,8 +23,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from vllm_nvmeof_offload.child import Companion, accompany, child_command
@@ -89,8 +89,10 @@ SYNCED_S = 2.0
 class Scope:
     """The regions to follow.
 
-    `targets` are our directories, `keyspace` is a digest, and `engine_index` is our engine, which
-    is left out. The first `ranks` of each engine are followed: several if ranks share chunks.
+    `targets` are our directories, ordered by their numbers, `keyspace` is a digest, and
+    `engine_index` is our engine, which is left out. The first `ranks` of each engine are followed:
+    as many as the largest set of our ranks has, because each member of a set holds chunks that the
+    others lack, or 1 without sets.
     """
 
     targets: tuple[Path, ...]
@@ -496,31 +498,15 @@ def _stamp_of(path: Path, reopen: bool = False) -> tuple[int, int]:
     return status.st_ino, status.st_mtime_ns
 
 
-def start_follower(
-    targets: Sequence[Path],
-    keyspace: str,
-    engine_index: int,
-    ranks_followed: int,
-    fd: int,
-    follow_ms: float = FOLLOW_MS,
-) -> Companion:
-    """Follow the other engines of a keyspace on our targets.
+def start_follower(scope: Scope, fd: int, follow_ms: float = FOLLOW_MS) -> Companion:
+    """Follow the regions in `scope`.
 
-    `targets` are ours, ordered by their numbers. `keyspace` is a digest. `engine_index` is ours.
-    `ranks_followed` is the size of the largest set of our ranks, or 1 without sets. `fd` is an
-    empty memfd, which holds a table on return, so that a reader can be opened; the caller may close
-    it at any time. `follow_ms` is the interval of scans.
+    `fd` is an empty memfd, which holds a table on return, so that a reader can be opened; the
+    caller may close it at any time. `follow_ms` is the interval of scans.
     """
     ForeignWriter(fd, ROWS_MIN)
-    settings = {
-        "targets": [str(target) for target in targets],
-        "keyspace": keyspace,
-        "engine_index": engine_index,
-        "ranks": ranks_followed,
-        "follow_ms": follow_ms,
-        "slots_max": min(SLOTS_MAX, memory_bytes() // _MEMORY_PART // BYTES_PER_SLOT),
-    }
-    command = [*child_command("follow.follower"), json.dumps(settings)]
+    settings = {"scope": asdict(scope), "follow_ms": follow_ms}
+    command = [*child_command("follow.follower"), json.dumps(settings, default=str)]
     return Companion("follower of shared pools", command, fd, _RESTART_S)
 
 
@@ -539,10 +525,11 @@ def _run(scan: TargetScan, follow_s: float, share: float) -> None:
 def main(fd: int) -> None:
     """Run the follower with the settings from `start_follower`; `fd` is the table's memory."""
     found = json.loads(sys.argv[1])
-    targets = tuple(map(Path, found["targets"]))
-    scope = Scope(targets, found["keyspace"], found["engine_index"], found["ranks"])
+    targets = tuple(map(Path, found["scope"]["targets"]))
+    scope = Scope(**{**found["scope"], "targets": targets})
     table = ForeignWriter(fd, ROWS_MIN)
-    owners = Owners(table, scope.ranks, time.monotonic, found["slots_max"])
+    slots_max = min(SLOTS_MAX, memory_bytes() // _MEMORY_PART // BYTES_PER_SLOT)
+    owners = Owners(table, scope.ranks, time.monotonic, slots_max)
     for target in range(len(targets)):
         of_target = TargetScan(scope, target, table, owners)
         pace = found["follow_ms"] / 1000, _CPU_SHARE_MAX / len(targets)

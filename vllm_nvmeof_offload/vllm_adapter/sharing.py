@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_nvmeof_offload.fabric.topology import discover
-from vllm_nvmeof_offload.follow.follower import start_follower
+from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.manager.handshake import Agreement
 from vllm_nvmeof_offload.native import Foreign
 from vllm_nvmeof_offload.protocol import RankHello
@@ -59,14 +59,10 @@ class Sharing:
         first = hellos[0]
         fd = os.memfd_create("vllm-nvmeof-foreign", os.MFD_CLOEXEC)
         try:
-            self._follower = start_follower(
-                [Path(target) for target in first.targets],
-                first.keyspace,
-                first.engine_index,
-                # If ranks share copies, each member of a set holds chunks that the others lack.
-                max(agreement.capacity.set_sizes),
-                fd,
-            )
+            targets = tuple(map(Path, first.targets))
+            ranks = max(agreement.capacity.set_sizes)
+            scope = Scope(targets, first.keyspace, first.engine_index, ranks)
+            self._follower = start_follower(scope, fd)
             self.foreign = Foreign(fd)
         finally:
             os.close(fd)

@@ -225,7 +225,7 @@ class _Live:
     """A real follower and its foreign table."""
 
     def __init__(self, target: Path, fd: int, follow_ms: float) -> None:
-        follower = start_follower([target], KEYSPACE.digest, _OURS, 1, fd, follow_ms)
+        follower = start_follower(Scope((target,), KEYSPACE.digest, _OURS, 1), fd, follow_ms)
         self._target, self.stop = target, follower.stop
         self.reader = ForeignReader(fd)
 

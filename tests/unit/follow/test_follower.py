@@ -18,7 +18,7 @@ import pytest
 from tests.unit.follow.kit import COMPLETE, DEAD, KEYSPACE, NONE, OURS, row
 from tests.unit.pool.kit import name, put
 from tests.wait import wait_until
-from vllm_nvmeof_offload.follow.follower import start_follower
+from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.native import ForeignReader
 from vllm_nvmeof_offload.pool.pool import Pool
 
@@ -31,7 +31,7 @@ def start(file: int) -> Iterator[Callable[..., ForeignReader]]:
     with contextlib.ExitStack() as running:
 
         def start_one(*targets: Path) -> ForeignReader:
-            follower = start_follower(targets, KEYSPACE, OURS, 1, file, follow_ms=20)
+            follower = start_follower(Scope(targets, KEYSPACE, OURS, 1), file, follow_ms=20)
             running.callback(follower.stop)
             return ForeignReader(file)
 
@@ -68,7 +68,7 @@ def test_a_chunk_is_seen_and_its_server_s_end_too(
 
 
 def test_a_table_can_be_read_before_the_follower_has_begun(file: int) -> None:
-    follower = start_follower([Path("/nowhere")], KEYSPACE, OURS, 1, file)
+    follower = start_follower(Scope((Path("/nowhere"),), KEYSPACE, OURS, 1), file)
     reader = ForeignReader(file)
     assert (reader.rows, reader.owner(1).state) == (0, NONE)
     follower.stop()
@@ -80,7 +80,7 @@ def test_a_killed_follower_has_a_successor(
     monkeypatch.setattr("vllm_nvmeof_offload.follow.follower._RESTART_S", 0.05)
     pool = engine(1, tmp_path)
     put(pool, 3, name(1, 5))
-    follower = start_follower([tmp_path], KEYSPACE, OURS, 1, file)
+    follower = start_follower(Scope((tmp_path,), KEYSPACE, OURS, 1), file)
     reader = ForeignReader(file)
     wait_until("its owner", lambda: reader.owner(1).state == COMPLETE)
     (first,) = followers_of(tmp_path)
@@ -99,7 +99,7 @@ def test_a_killed_follower_has_a_successor(
 
 def test_a_stop_while_it_starts_leaves_no_follower(file: int, tmp_path: Path) -> None:
     before = set(threading.enumerate())
-    start_follower([tmp_path], KEYSPACE, OURS, 1, file).stop()
+    start_follower(Scope((tmp_path,), KEYSPACE, OURS, 1), file).stop()
     wait_until("its end", lambda: set(threading.enumerate()) <= before)
     assert followers_of(tmp_path) == []
 
@@ -110,10 +110,10 @@ import os, sys
 from pathlib import Path
 from tests.unit.follow.kit import COMPLETE, KEYSPACE, OURS
 from tests.wait import wait_until
-from vllm_nvmeof_offload.follow.follower import start_follower
+from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.native import ForeignReader
 fd = os.memfd_create("foreign", os.MFD_CLOEXEC)
-follower = start_follower([Path(sys.argv[1])], KEYSPACE, OURS, 1, fd)
+follower = start_follower(Scope((Path(sys.argv[1]),), KEYSPACE, OURS, 1), fd)
 reader = ForeignReader(fd)
 wait_until("its owner", lambda: reader.owner(1).state == COMPLETE)
 print("followed", flush=True)
