@@ -15,9 +15,11 @@ A broken invariant is an `AssertionError`: a mistake of ours, not an external ev
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import errno as _errno
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -37,6 +39,15 @@ class ConfigError(OffloadError):
 
 class PoolError(OffloadError):
     """A pool directory that cannot be used."""
+
+
+@contextlib.contextmanager
+def as_pool_error(what: str, remedy: str = "") -> Iterator[None]:
+    """Turn an OSError of the with-block into a PoolError: `what`, the error, and the remedy."""
+    try:
+        yield
+    except OSError as error:
+        raise PoolError(f"{what}: {error}{remedy and '; '}{remedy}") from error
 
 
 class PoolFormatError(PoolError):

@@ -21,12 +21,13 @@ import itertools
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
+from vllm_nvmeof_offload.errors import PoolError, PoolLockedError, as_pool_error
 from vllm_nvmeof_offload.groups import GroupKind, RankGroup
 from vllm_nvmeof_offload.pool.folder import make_directory, open_private
 from vllm_nvmeof_offload.pool.format import (
@@ -238,7 +239,7 @@ def _first_free(
         busy = None
         if not (spec.engine and any(_held_by_another(one, spec, takeover) for one in instances)):
             for target, instance, rank in zip(spec.targets, instances, ours, strict=True):
-                with _refusing(target):
+                with _usable(target):
                     make_directory(instance)
                     make_directory(rank)
             found = _claim_all(ours, [spec.leasing] * len(ours), takeover, permits, spec.engine)
@@ -345,19 +346,13 @@ def _engines_in(instance: Path) -> set[str]:
     return found
 
 
-@contextlib.contextmanager
-def _refusing(target: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise PoolError(
-            f"target {target} cannot be used: {error}; choose a writable directory"
-        ) from error
+def _usable(target: Path) -> AbstractContextManager[None]:
+    return as_pool_error(f"target {target} cannot be used", "choose a writable directory")
 
 
 def _make_keyspace(target: Path, keyspace: Keyspace) -> Path:
     space = target / keyspace.digest
-    with _refusing(target):
+    with _usable(target):
         target.mkdir(0o700, parents=True, exist_ok=True)
         make_directory(space)
         facts = space / FACTS_FILE
@@ -386,10 +381,8 @@ def _claim_all(
     regions: list[Region] = []
     with contextlib.ExitStack() as undo:
         for directory, leasing in zip(directories, leasings, strict=True):
-            try:
+            with as_pool_error(f"cannot lock {directory / LOCK_FILE}"):
                 lock = _lock(directory, leasing, takeover)
-            except OSError as error:
-                raise PoolError(f"cannot lock {directory / LOCK_FILE}: {error}") from error
             if isinstance(lock, Path):
                 return lock
             undo.callback(lock.release)

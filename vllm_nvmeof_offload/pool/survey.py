@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_offload.errors import PoolError, PoolFormatError
+from vllm_nvmeof_offload.errors import PoolError, PoolFormatError, as_pool_error
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import (
@@ -39,6 +39,7 @@ _ENGINE = re.compile(r"engine-(0|[1-9][0-9]{0,8})")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})")
 _FACTS_BYTES_MAX = 1 << 20
 _PREFIX_MIN = 4
+_BE_OWNER = "run as the user that owns it"
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -108,19 +109,14 @@ def find(targets: Iterable[Path], ours: bool = False) -> list[RankDirectory]:
 
 
 def _folders(parent: Path, pattern: re.Pattern[str], uid: int | None) -> list[Path]:
-    try:
-        with os.scandir(parent) as entries:
-            return [
-                parent / entry.name
-                for entry in entries
-                if pattern.fullmatch(entry.name)
-                and entry.is_dir(follow_symlinks=False)
-                and uid in (None, entry.stat(follow_symlinks=False).st_uid)
-            ]
-    except OSError as error:
-        raise PoolError(
-            f"cannot list {parent}: {error.strerror}; run as the user that owns it"
-        ) from error
+    with as_pool_error(f"cannot list {parent}", _BE_OWNER), os.scandir(parent) as entries:
+        return [
+            parent / entry.name
+            for entry in entries
+            if pattern.fullmatch(entry.name)
+            and entry.is_dir(follow_symlinks=False)
+            and uid in (None, entry.stat(follow_symlinks=False).st_uid)
+        ]
 
 
 def select(targets: Sequence[Path], which: str) -> list[RankDirectory]:
@@ -163,12 +159,8 @@ def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
 
     If owners may be on other hosts, this waits until each has shown a beat or missed one.
     """
-    try:
+    with as_pool_error("cannot read the lease of a region", _BE_OWNER):
         owners = Takeover().observe([directory.path for directory in directories])
-    except OSError as error:
-        raise PoolError(
-            f"cannot read the lease of a region: {error}; run as the user that owns it"
-        ) from error
     surveyed = [_survey_one(*one) for one in zip(directories, owners, strict=True)]
     # A reset that reached only some targets invalidated the chunks on all.
     parts: dict[tuple[str, bytes], list[Superblock]] = {}
@@ -223,7 +215,7 @@ def _survey_one(directory: RankDirectory, owner: OwnerState) -> Surveyed:
     path = directory.path
     problem = ""
     superblock: Superblock | None = None
-    try:
+    with as_pool_error(f"cannot read {path}", _BE_OWNER):
         try:
             page = read_superblock_page(path)
             superblock = None if page is None else Superblock.decode(page)
@@ -241,10 +233,6 @@ def _survey_one(directory: RankDirectory, owner: OwnerState) -> Surveyed:
             disk_bytes=disk_bytes(path),
             last_use_s=_last_use(path),
         )
-    except OSError as error:
-        raise PoolError(
-            f"cannot read {path}: {error.strerror}; run as the user that owns it"
-        ) from error
 
 
 def _misfit(directory: RankDirectory, superblock: Superblock | None) -> str:

@@ -23,6 +23,7 @@ import numpy as np
 
 from vllm_nvmeof_offload.commands.pool import offline
 from vllm_nvmeof_offload.commands.pool.offline import DAMAGED, LIVE, MISSING, OfflineRank, Progress
+from vllm_nvmeof_offload.errors import as_pool_error
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, SlotHeader
 from vllm_nvmeof_offload.pool.lease import OwnerState
 from vllm_nvmeof_offload.pool.log import damaged_pages
@@ -157,7 +158,7 @@ def _check_rank(
     suspects = _suspects(rank, table, report, on_progress)
     if suspects and not report.repair and report.surveyed.owner.may_live:
         settle()
-    with offline.as_pool_error(f"cannot repair {rank.surveyed.path / 'table'}"):
+    with as_pool_error(f"cannot repair {rank.surveyed.path / 'table'}"):
         for index in suspects:
             is_live, is_missing = table.states[index] == LIVE, table.states[index] == MISSING
             judgement = rank.judge(index, table.identity(index) if is_live else None)

@@ -22,7 +22,15 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, Outcome, PoolError, Scope, io_error
+from vllm_nvmeof_offload.errors import (
+    CHECKSUM_MISMATCH,
+    OK,
+    Outcome,
+    PoolError,
+    Scope,
+    as_pool_error,
+    io_error,
+)
 from vllm_nvmeof_offload.pool.folder import open_private
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
@@ -41,13 +49,7 @@ from vllm_nvmeof_offload.pool.format import (
 )
 from vllm_nvmeof_offload.pool.ownership import give_to_owner, hold
 from vllm_nvmeof_offload.pool.recovery import has_known_group, read_table, written_slots
-from vllm_nvmeof_offload.pool.survey import (
-    FACTS_FILE,
-    RankDirectory,
-    Surveyed,
-    disk_bytes,
-    survey,
-)
+from vllm_nvmeof_offload.pool.survey import FACTS_FILE, RankDirectory, Surveyed, disk_bytes, survey
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, PAGE_BYTES, slot_stride_bytes
 
@@ -63,15 +65,6 @@ _CLAIMS = ("lease", "lock")
 _THREADS_MAX = 8
 _BUFFER_BYTES_MAX = 256 * MIB
 _WRITE_BYTES = 4 * MIB
-
-
-@contextlib.contextmanager
-def as_pool_error(what: str) -> Iterator[None]:
-    """Turn an OSError of the with-block into a PoolError that begins with `what`."""
-    try:
-        yield
-    except OSError as error:
-        raise PoolError(f"{what}: {error}") from error
 
 
 #: The states of a table entry: never written; adopted by the next start; intact, but of another
