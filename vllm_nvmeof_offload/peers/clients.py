@@ -72,11 +72,7 @@ from vllm_nvmeof_offload.peers.session import (
     outcome_of_failed,
     take_in,
 )
-from vllm_nvmeof_offload.peers.transport import (
-    NixlTransport,
-    Pull,
-    TransportError,
-)
+from vllm_nvmeof_offload.peers.transport import NixlTransport, Pull, TransportError
 from vllm_nvmeof_offload.pool.format import verify
 from vllm_nvmeof_offload.units import slot_stride_bytes
 

@@ -22,12 +22,7 @@ from dataclasses import dataclass, replace
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import CANCELLED, OK, Outcome, PoolError, io_error
 from vllm_nvmeof_offload.pool.folder import Folder
-from vllm_nvmeof_offload.pool.format import (
-    SlotPlace,
-    Stamp,
-    Superblock,
-    write_superblock,
-)
+from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp, Superblock, write_superblock
 from vllm_nvmeof_offload.pool.lease import DirectoryLock
 from vllm_nvmeof_offload.pool.log import LogFile, next_sequence
 from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec

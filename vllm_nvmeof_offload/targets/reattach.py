@@ -36,13 +36,8 @@ from pathlib import Path
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.child import child_command, start_child
-from vllm_nvmeof_offload.fabric.topology import (
-    ABSENT,
-    TargetFabric,
-    discover,
-    read_states,
-)
-from vllm_nvmeof_offload.io.base import IoEngine
+from vllm_nvmeof_offload.fabric.topology import ABSENT, TargetFabric, discover, read_states
+from vllm_nvmeof_offload.io.base import IoEngine, Waker
 from vllm_nvmeof_offload.mounts import MOUNTINFO
 from vllm_nvmeof_offload.pool.folder import Folder
 from vllm_nvmeof_offload.pool.lease import DirectoryLock, FileId
@@ -305,7 +300,7 @@ class TargetWatcher:
         self._command = command
         self._searches = [_Search(TargetPaths(target)) for target in targets]
         self._update_is_posted = False
-        self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._waker = Waker()
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="nvmeof-health", daemon=True)
         self._thread.start()
@@ -313,7 +308,7 @@ class TargetWatcher:
     def stop(self) -> None:
         """End the thread. Hung probers are abandoned."""
         self._stopping = True
-        os.eventfd_write(self._wake_fd, 1)
+        self._waker.wake()
         self._thread.join(timeout=2.0)
 
     # -- on the watcher's thread ------------------------------------------------------
@@ -333,19 +328,17 @@ class TargetWatcher:
             search.end_probe()
             for child in search.abandoned:
                 child.returncode = child.poll() or -9  # else Popen warns of an unreaped child
-        os.close(self._wake_fd)
 
     def _wait(self, mounts_fd: int) -> set[int]:
         """Wait for an event, at most `_LOOK_S`; return the descriptors that are ready."""
         poller = select.poll()  # `select.select` refuses descriptors from 1024 on
         poller.register(mounts_fd, select.POLLPRI)
-        poller.register(self._wake_fd, select.POLLIN)
+        poller.register(self._waker.fd, select.POLLIN)
         for search in self._searches:
             if search.probe is not None:
                 poller.register(search.probe.channel, select.POLLIN)
         ready = {fd for fd, _ in poller.poll(_LOOK_S * 1000)}
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._wake_fd)
+        self._waker.clear()
         return ready
 
     def _advance(self, target: int, search: _Search, ready: set[int]) -> None:
@@ -389,7 +382,7 @@ class TargetWatcher:
         if requests != [search.request for search in self._searches]:
             for search, request in zip(self._searches, requests, strict=True):
                 search.request = request
-            os.eventfd_write(self._wake_fd, 1)
+            self._waker.wake()
 
     def _attach(
         self, target: int, request: ProbeRequest, answer: ProbeAnswer, fds: list[int]
