@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.errors import Outcome
-from vllm_nvmeof_offload.io.base import IoLimits, IoOp
+from vllm_nvmeof_offload.io.base import IoOp
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -43,7 +44,7 @@ class Staging:
         self.pool, memory = pool, memoryview(mmap.mmap(-1, pool.slot_bytes))
         self.payload = memory[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES]
         self.address = np.frombuffer(memory, np.uint8).ctypes.data
-        self.engine, _ = choose_io_engine("auto", pool, memory, self.address, IoLimits())
+        self.engine, _ = choose_io_engine("auto", pool, memory, self.address, TUNING)
 
     def move(self, kind: OpKind, slot: int, name: SlotIdentity) -> Outcome:
         """Write the slot, or read and verify it. A server keeps hundreds of these in flight."""

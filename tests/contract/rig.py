@@ -20,8 +20,9 @@ import numpy as np
 from vllm_nvmeof_bench.servers.faults import FaultPlan, FaultyIoEngine
 
 from tests.chunks import number_in, place_in
+from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.errors import OK
-from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoLimits, IoOp, reset_op
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp, reset_op
 from vllm_nvmeof_offload.io.native import How, NativeIoEngine, UringDeniedError
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import Keyspace
@@ -265,11 +266,13 @@ def _native(how: How, split_bytes: int = 512 * KIB) -> MakeEngine:
         operations_max: int = 4096,
     ) -> tuple[IoEngine, Gate]:
         gate = core.StartGate()
-        limits = IoLimits(threads, 1024, split_bytes, operations_max)
+        tuning = Tuning(io_threads=threads, io_depth=1024, io_split_bytes=split_bytes)
         until_s = time.monotonic() + _MEMORY_S
         while True:
             try:
-                engine = NativeIoEngine(pool, view, base_address, limits, how, gate=gate)
+                engine = NativeIoEngine(
+                    pool, view, base_address, tuning, how, operations_max=operations_max, gate=gate
+                )
             except UringDeniedError as error:
                 if error.errno != errno.ENOMEM or time.monotonic() > until_s:
                     raise

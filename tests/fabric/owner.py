@@ -20,7 +20,8 @@ import numpy as np
 
 from tests.fabric.network_fs import become
 from tests.unit.pool.kit import PAYLOAD_BYTES, SLOT_BYTES, TAG, make_spec, name, payload
-from vllm_nvmeof_offload.io.base import IoLimits, IoOp
+from vllm_nvmeof_offload.config import TUNING
+from vllm_nvmeof_offload.io.base import IoOp
 from vllm_nvmeof_offload.io.native import NativeIoEngine
 from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -128,7 +129,7 @@ class _Writer:
         self._memory = mmap.mmap(-1, pool.slot_bytes)
         self._address = np.frombuffer(self._memory, np.uint8).ctypes.data
         view = memoryview(self._memory)
-        self.engine = NativeIoEngine(pool, view, self._address, IoLimits())
+        self.engine = NativeIoEngine(pool, view, self._address, TUNING)
         self._token = 0
 
     def put(self, slot: int, identity: SlotIdentity) -> str:

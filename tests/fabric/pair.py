@@ -19,9 +19,10 @@ import numpy as np
 
 from tests.chunks import batch_of, place_in
 from tests.fabric.subject import KEYSPACE, PAYLOAD_BYTES, content
+from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp, Waker
+from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Waker
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.peers.base import Common, SlotMemory
 from vllm_nvmeof_offload.peers.clients import PeerClients
@@ -111,7 +112,7 @@ def _open_pool(directory: Path, engine_index: int, chunks: int) -> Pool:
 
 def _open_engine(pool: Pool, staging: Staging) -> IoEngine:
     place = pool, staging.view, staging.map.base_address
-    engine, fallbacks = choose_io_engine("uring", *place, IoLimits(depth=READS_MAX))
+    engine, fallbacks = choose_io_engine("uring", *place, Tuning(io_depth=READS_MAX))
     assert not fallbacks, fallbacks
     return engine
 

@@ -23,9 +23,10 @@ import numpy as np
 from tests.chunks import Reported, batch_of, place_in, rows_of
 from tests.fabric.loadspec import LoadSpec, OpEnd
 from vllm_nvmeof_offload import LOGGER_NAME
+from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.io.base import IoLimits, Waker
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.manager.ledger import columns_of
 from vllm_nvmeof_offload.manager.target_choice import Targets
@@ -118,7 +119,7 @@ class _Load:
         waker = Waker()
         copy = HostCopyEngine(on_done=waker.wake)
         base = self.staging.map.base_address
-        limits = IoLimits(threads=8, depth=16)
+        limits = Tuning(io_threads=8, io_depth=16)
         self.io, fallbacks = choose_io_engine(
             spec.engine, self.pool, self.staging.view, base, limits
         )

@@ -19,8 +19,8 @@ from pathlib import Path
 import numpy as np
 
 from vllm_nvmeof_offload import LOGGER_NAME
+from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.errors import OK, EngineError
-from vllm_nvmeof_offload.io.base import IoLimits
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.pool.pool import Pool
 
@@ -71,7 +71,7 @@ def main() -> None:
 
     def choose(pool: Pool, memory: memoryview, base_address: int) -> object:
         nonlocal fallbacks
-        limits = IoLimits()
+        limits = TUNING
         engine, fallbacks = choose_io_engine(job["wanted"], pool, memory, base_address, limits)
         return engine
 

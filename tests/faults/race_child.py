@@ -29,10 +29,11 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.chunks import rows_of
+from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE
 from vllm_nvmeof_offload.follow.follower import Source
-from vllm_nvmeof_offload.io.base import IoLimits, IoOp, Waker
+from vllm_nvmeof_offload.io.base import IoOp, Waker
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.native import ForeignReader, ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.format import (
@@ -66,7 +67,7 @@ from vllm_nvmeof_offload.worker.regions import RegionFiles
 #: Three pages with the header, each of which is a transfer of its own.
 PAYLOAD_BYTES = 8000
 WORDS = PAYLOAD_BYTES // 8
-LIMITS = IoLimits(split_bytes=4 * KIB)
+LIMITS = Tuning(io_split_bytes=4 * KIB)
 SLOTS, HOT = 256, 16
 KEYS_OF_SLOT = 2
 KEY_BYTES = 36

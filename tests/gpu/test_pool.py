@@ -14,13 +14,13 @@ pytest.importorskip("pydantic", reason="the configuration needs it")
 
 from tests.chunks import batch_of, place_in
 from tests.gpu.device import Device
+from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.copy import calibration as gpu
 from vllm_nvmeof_offload.copy.base import Backend, Pieces
 from vllm_nvmeof_offload.copy.calibration import KvDevice
 from vllm_nvmeof_offload.copy.cuda import KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.errors import OffloadError
-from vllm_nvmeof_offload.io.base import IoLimits
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -56,7 +56,7 @@ class _Pipeline:
         )  # fmt: skip
         self.staging = Staging(slot, CHUNKS, 2)
         address = self.staging.map.base_address
-        self.io = choose_io_engine("auto", self.pool, self.staging.view, address, IoLimits())[0]
+        self.io = choose_io_engine("auto", self.pool, self.staging.view, address, TUNING)[0]
         self.copy, _ = KvDevice(device.cuda, device.model_stream).copy_engine(
             backend.value, self.staging.map, self.geometry.starts, on_done=lambda: None
         )

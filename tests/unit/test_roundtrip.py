@@ -13,11 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES
-from vllm_nvmeof_offload.io.base import IoLimits, Waker
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.io.native import How, NativeIoEngine
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.handshake import agree
@@ -51,7 +52,7 @@ class Rank:
         waker = Waker()
         self.copy = HostCopyEngine(on_done=waker.wake)
         memory = self.staging.view, self.staging.map.base_address
-        self.io = NativeIoEngine(self.pool, *memory, IoLimits(), How.THREADS)
+        self.io = NativeIoEngine(self.pool, *memory, TUNING, How.THREADS)
         config = TransferLimits(group_bytes=(payload,))
         pipeline = TransferPipeline(self.staging.map, self.copy, self.io, config)
         self.runner = PipelineRunner(pipeline, waker, self.io.fileno())

@@ -33,7 +33,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from vllm_nvmeof_offload.config import TUNING, Tuning
 from vllm_nvmeof_offload.errors import OK, Outcome, code_of
 from vllm_nvmeof_offload.native import InstantLanes
 from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp
@@ -117,34 +116,6 @@ class HintRecord(NamedTuple):
     member: int
     generation: int
     times: int
-
-
-def _started(bytes_in_flight_max: int) -> int:
-    """Return three quarters of the bound; the rest keeps a device busy until the pipeline wakes."""
-    return bytes_in_flight_max * 3 // 4
-
-
-@dataclass(frozen=True, slots=True)
-class IoLimits:
-    """The limits of an engine; see `config.Tuning`."""
-
-    threads: int = TUNING.io_threads
-    depth: int = TUNING.io_depth
-    split_bytes: int = TUNING.io_split_bytes
-    #: The most operations in an engine with rings, over all targets.
-    operations_max: int = 4096
-    #: The most bytes of reads that a target's device works on; more wait in its ring.
-    read_bytes_started_max: int = _started(TUNING.read_bytes_in_flight_max)
-
-    @staticmethod
-    def of(tuning: Tuning) -> IoLimits:
-        """Return the limits for `tuning`."""
-        return IoLimits(
-            tuning.io_threads,
-            tuning.io_depth,
-            tuning.io_split_bytes,
-            read_bytes_started_max=_started(tuning.read_bytes_in_flight_max),
-        )
 
 
 class Room(NamedTuple):

@@ -18,9 +18,11 @@ import resource
 import time
 from collections import deque
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.errors import EngineError, Outcome, outcome_of
 from vllm_nvmeof_offload.io.base import (
     ALLOWED_CPUS,
@@ -28,7 +30,6 @@ from vllm_nvmeof_offload.io.base import (
     ForeignSlab,
     HintRecord,
     IoEngine,
-    IoLimits,
     IoOp,
     Lanes,
     Room,
@@ -58,6 +59,8 @@ class How(enum.Enum):
     THREADS = "threads ({})"
 
 
+#: The most operations in an engine with rings, over all targets.
+OPERATIONS_MAX = 4096
 #: Two threads, because one is reserved for reads.
 _THREADS_MIN = 2
 
@@ -79,9 +82,10 @@ class NativeIoEngine:
         pool: Pool,
         memory: memoryview,
         base_address: int,
-        limits: IoLimits,
+        tuning: Tuning,
         how: How = How.REGISTERED,
         *,
+        operations_max: int = OPERATIONS_MAX,
         gate: StartGate | None = None,
     ) -> None:
         """Set up the rings and start their threads. `gate` is for tests.
@@ -101,7 +105,7 @@ class NativeIoEngine:
         self._superblocks: deque[Completion] = deque()  # completed writes of superblocks
         self._closed = self._attached = False
         targets = range(pool.target_count)
-        threads = max(_THREADS_MIN, -(-limits.threads // len(targets)))  # per target
+        threads = max(_THREADS_MIN, -(-tuning.io_threads // len(targets)))  # per target
         try:
             self._core = core.Engine(
                 [pool.files(target) for target in targets],
@@ -115,7 +119,13 @@ class NativeIoEngine:
                 slot_bytes=pool.slot_bytes,
                 registered=how is How.REGISTERED,
                 threads=threads if how is How.THREADS else 0,
-                limits=limits,
+                limits=SimpleNamespace(
+                    depth=tuning.io_depth,
+                    split_bytes=tuning.io_split_bytes,
+                    operations_max=operations_max,
+                    # The rest of the bound keeps a device busy until the pipeline wakes.
+                    read_bytes_started_max=tuning.read_bytes_in_flight_max * 3 // 4,
+                ),
                 cpus=sorted(ALLOWED_CPUS),
                 gate=gate,
             )
@@ -229,7 +239,7 @@ class NativeIoEngine:
 
 
 def choose_io_engine(
-    wanted: str, pool: Pool, memory: memoryview, base_address: int, limits: IoLimits
+    wanted: str, pool: Pool, memory: memoryview, base_address: int, tuning: Tuning
 ) -> tuple[IoEngine, tuple[str, ...]]:
     """Set up the best engine that works here; return it and its fallbacks.
 
@@ -242,7 +252,7 @@ def choose_io_engine(
     fallbacks: list[str] = []
     for how in (How.REGISTERED, How.UNREGISTERED) if wanted != "threads" else ():
         try:
-            return NativeIoEngine(pool, memory, base_address, limits, how), tuple(fallbacks)
+            return NativeIoEngine(pool, memory, base_address, tuning, how), tuple(fallbacks)
         except UringDeniedError as error:
             goes_on = how is How.REGISTERED and "register" in error.step
             step = "io_uring registered→unregistered" if goes_on else "io_uring→threads"
@@ -252,7 +262,7 @@ def choose_io_engine(
             break
     if wanted == "uring":
         raise EngineError(f'io_engine="uring" cannot run here: {fallbacks[-1]}')
-    return NativeIoEngine(pool, memory, base_address, limits, How.THREADS), tuple(fallbacks)
+    return NativeIoEngine(pool, memory, base_address, tuning, How.THREADS), tuple(fallbacks)
 
 
 def explain_denial(error: UringDeniedError, memory_bytes: int) -> str:

@@ -31,7 +31,7 @@ from vllm_nvmeof_offload.copy.gpu_checksums import STRIPE_BYTES
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.fabric.topology import discover
 from vllm_nvmeof_offload.groups import RankGroup
-from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, NoIoEngine, Waker
+from vllm_nvmeof_offload.io.base import IoEngine, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.peers.base import Common
@@ -350,9 +350,8 @@ def _io_engine(
 ) -> tuple[IoEngine, tuple[str, ...]]:
     if pool is None:
         return NoIoEngine(), ()
-    address = staging.map.base_address
-    limits = IoLimits.of(settings.tuning)
-    engine, fallbacks = choose_io_engine(settings.io_engine, pool, staging.view, address, limits)
+    address, tuning = staging.map.base_address, settings.tuning
+    engine, fallbacks = choose_io_engine(settings.io_engine, pool, staging.view, address, tuning)
     if control := settings.tuning.fault_injection:
         faults = _injector_of_faults(control)
         engine = faults(engine, control, rank, pool, staging.view, address)

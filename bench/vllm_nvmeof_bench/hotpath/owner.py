@@ -23,8 +23,9 @@ from pathlib import Path
 import numpy as np
 
 from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.errors import OK
-from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
+from vllm_nvmeof_offload.io.base import IoEngine, IoOp
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -122,7 +123,7 @@ def main(plan: Plan) -> None:
     pool = plan.open()
     memory = mmap.mmap(-1, pool.slot_bytes)
     address = np.frombuffer(memory, np.uint8).ctypes.data
-    engine, _ = choose_io_engine("auto", pool, memoryview(memory), address, IoLimits())
+    engine, _ = choose_io_engine("auto", pool, memoryview(memory), address, TUNING)
     print("ready", flush=True)
     if sys.stdin.readline():
         print(json.dumps(list(_write(plan, engine, address))), flush=True)

@@ -41,7 +41,7 @@ from vllm_nvmeof_bench.settings import check_names, check_positive, option, size
 from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.errors import OK, Outcome
-from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
+from vllm_nvmeof_offload.io.base import IoEngine, IoOp
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.pool.format import SLAB_FILE, Keyspace
 from vllm_nvmeof_offload.pool.log import with_log
@@ -454,7 +454,7 @@ class EngineMover(Mover):
     """
 
     def __init__(self, wanted: str, ground: Ground) -> None:
-        staging, bounds = ground.staging, IoLimits.of(Tuning.from_env(os.environ))
+        staging, bounds = ground.staging, Tuning.from_env(os.environ)
         self._engine: IoEngine = choose_io_engine(
             wanted, ground.pool, staging.view, staging.map.base_address, bounds
         )[0]

@@ -40,7 +40,7 @@ from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import Outcome, outcome_of
-from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp, Waker
+from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Waker
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.manager.handshake import CoreConfig
 from vllm_nvmeof_offload.pool.format import Keyspace
@@ -257,7 +257,7 @@ class Rig:
 
     def open_engine(self, stack: contextlib.ExitStack) -> IoEngine:
         """Open an engine with the product's limits. `stack` closes it before pool and staging."""
-        name, limits = self.settings.io_engine, IoLimits()
+        name, limits = self.settings.io_engine, TUNING
         place = self.pool, self.memory.view, self.staging.base_address
         engine, _ = choose_io_engine(name, *place, limits)
         stack.callback(engine.close)

@@ -16,11 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_nvmeof_bench.servers.faults import lanes_of
 
+from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import OK
-from vllm_nvmeof_offload.io.base import IoLimits, IoOp, Lanes, Waker
+from vllm_nvmeof_offload.io.base import IoOp, Lanes, Waker
 from vllm_nvmeof_offload.io.native import How, NativeIoEngine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -144,7 +145,9 @@ class Bench:
         self.waker = Waker()
         self.copy = HostCopyEngine(on_done=self.waker.wake)
         address = self.staging.map.base_address
-        self.io = SpyEngine(self.pool, self.staging.view, address, IoLimits(threads=2), How.THREADS)
+        self.io = SpyEngine(
+            self.pool, self.staging.view, address, Tuning(io_threads=2), How.THREADS
+        )
         self.io.seen = []
         config = TransferLimits(group_bytes=(self.size,))
         self.pipeline = TransferPipeline(self.staging.map, self.copy, self.io, config)

@@ -429,7 +429,7 @@ import mmap, sys
 from pathlib import Path
 import numpy as np
 from tests.unit.pool.kit import PAYLOAD_BYTES, make_spec, name
-from vllm_nvmeof_offload.io.base import IoLimits, IoOp
+from vllm_nvmeof_offload.io.base import IoOp
 from vllm_nvmeof_offload.io.native import NativeIoEngine
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind, Urgency, place_of
@@ -437,7 +437,7 @@ target, slots, pages, size = Path(sys.argv[1]), *map(int, sys.argv[2:])
 pool = Pool.open(make_spec(target, engine_index=1, slots=slots, log_pages=pages, pool_bytes=size))
 memory = mmap.mmap(-1, pool.slot_bytes)
 address = np.frombuffer(memory, np.uint8).ctypes.data
-engine = NativeIoEngine(pool, memoryview(memory), address, IoLimits())
+engine = NativeIoEngine(pool, memoryview(memory), address, TUNING)
 print("open", flush=True)
 for token in range(1, 1 << 40):
     identity, kind = name(token % 50, token), (OpKind.WRITE, Urgency.WRITE)

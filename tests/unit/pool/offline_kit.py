@@ -14,7 +14,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.chunks import place_in
-from vllm_nvmeof_offload.io.base import IoLimits, IoOp
+from vllm_nvmeof_offload.config import Tuning
+from vllm_nvmeof_offload.io.base import IoOp
 from vllm_nvmeof_offload.io.native import How, NativeIoEngine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -46,7 +47,7 @@ def write_pool(
     pool = Pool.open(spec)
     memory = mmap.mmap(-1, SLOT_BYTES * max(1, len(stored)))
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    engine = NativeIoEngine(pool, memoryview(memory), base, IoLimits(threads=2), How.THREADS)
+    engine = NativeIoEngine(pool, memoryview(memory), base, Tuning(io_threads=2), How.THREADS)
     ops = []
     for number, (slot, identity) in enumerate(stored.items()):
         start = number * SLOT_BYTES + HEADER_BYTES

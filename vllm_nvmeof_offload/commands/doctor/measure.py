@@ -23,8 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.errors import EngineError, PoolError
-from vllm_nvmeof_offload.io.base import IoEngine, IoLimits, IoOp
+from vllm_nvmeof_offload.io.base import IoEngine, IoOp
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -70,7 +71,7 @@ def measure(target: str, on_progress: Progress) -> Measured:
     try:
         with _pool(target) as pool:
             memory, address = _staging(pool)
-            engine, _ = choose_io_engine("auto", pool, memory, address, IoLimits())
+            engine, _ = choose_io_engine("auto", pool, memory, address, TUNING)
             runner = _Runner(engine, pool, address)
             try:
                 return _phases(runner, engine.name, on_progress)
