@@ -394,12 +394,10 @@ class Superblock:
         assert len(self.tag) == TAG_BYTES
         assert 0 < len(self.groups) <= GROUPS_MAX
         page = bytearray(PAGE_BYTES)
-        head = SUPERBLOCK_MAGIC, FORMAT_VERSION, self.uuid, self.keyspace.encode("ascii")
-        shape = self.slot_bytes, self.payload_bytes, self.slots, self.target_index
-        of = self.target_count, self.rank, self.world_size, self.epoch, 0, self.tag, self.sequence
-        places = self.lease_generation, self.table_offset, self.log_offset, self.slab_offset
-        rest = self.log_pages, self.shared, len(self.groups), self.target_uuid
-        _SUPERBLOCK_BODY.pack_into(page, 0, *head, *shape, *of, *places, *rest)
+        keyspace = self.keyspace.encode("ascii")
+        coded = {"keyspace": keyspace, "flag": 0, "groups": len(self.groups)}
+        values = (coded[name] if name in coded else getattr(self, name) for name in _FIELDS)
+        _SUPERBLOCK_BODY.pack_into(page, 0, SUPERBLOCK_MAGIC, FORMAT_VERSION, *values)
         groups = b"".join(group.encode() for group in self.groups)
         page[_SUPERBLOCK_BODY.size : _SUPERBLOCK_BODY.size + len(groups)] = groups
         page[_MAC_AT:_PAGE_CRC_AT] = self.mac
