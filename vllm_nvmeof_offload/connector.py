@@ -45,7 +45,6 @@ from vllm_nvmeof_offload.vllm_adapter import new_weights, vllm_release
 from vllm_nvmeof_offload.vllm_adapter.configure import choose_blocks_per_chunk, register_loaded
 from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
 from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches, groups_of, keep_boundaries
-from vllm_nvmeof_offload.vllm_adapter.look_up import look_up, sources_of
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.new_weights import OldKV, logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import (
@@ -310,14 +309,14 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     ) -> tuple[int | None, bool]:
         local, theirs = num_computed_tokens, super().get_num_new_matched_tokens
         cap = self._max_loadable_tokens(request, local)
-        found, later = look_up(self._view, request, local, cap, theirs)
+        found, later = self._view.look_up(request, local, cap, theirs)
         if found is not None:
             self._old_kv.looked_up(request.request_id, local)
         return found, later
 
     def _may_prefetch(self, request: Any) -> bool:
         """Return whether the request may be loaded from both tiers."""
-        both = sources_of(self._view, request) == FROM_CPU | FROM_POOL
+        both = self._view.sources_of(request) == FROM_CPU | FROM_POOL
         return both and not request.skip_reading_prefix_cache
 
     @timed

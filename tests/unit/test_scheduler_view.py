@@ -17,7 +17,6 @@ from vllm.v1.kv_offload.base import LookupResult, make_offload_key
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import FROM_CPU
 from vllm_nvmeof_offload.manager.look_up import Question
-from vllm_nvmeof_offload.vllm_adapter.look_up import rest_of_a_chunk
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, key_bytes_of
 
 BLOCK, BLOCKS_PER_CHUNK = 16, 2
@@ -92,7 +91,7 @@ def _rest(
     state = State(request)
     state.max_load_tokens = most
     view = _view(request, hit, state=state, computed=computed)
-    return rest_of_a_chunk(view, request, _question(local, cap))
+    return view.rest_of_a_chunk(request, _question(local, cap))
 
 
 @pytest.mark.parametrize("limit", ["most", "cap"])
@@ -136,7 +135,7 @@ def test_of_several_groups_only_full_attention_counts_as_cached() -> None:
     keys = [make_offload_key(BlockHash(b"1"), group.group_id) for group in groups]
     assert [queue.is_cached(request, key) for key in keys] == [False, True]
     assert view.leading_id == 4
-    assert rest_of_a_chunk(view, request, _question(BLOCK)) == 0, "a window would have to be there"
+    assert view.rest_of_a_chunk(request, _question(BLOCK)) == 0, "a window would have to be there"
 
 
 def test_after_a_failed_load_every_group_stores_what_is_computed_again() -> None:

@@ -56,7 +56,6 @@ SMALL_FILES: dict[str, str] = {
     "vllm_nvmeof_offload/manager/kv_events.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/store_threshold.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/target_choice.py": "a newcomer looks for it by this name",
-    "vllm_nvmeof_offload/vllm_adapter/look_up.py": "a look-up has a room on either side",
 }
 
 #: Declarations that only tests use, or whose name something outside Python looks up.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to internals of vLLM's scheduler side: keys and GPU blocks. Also times our methods."""
+"""Access to internals of vLLM's scheduler side: keys, look-ups, GPU blocks. Also times methods."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from vllm.utils.hashing import get_hash_fn_by_name
-from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind, group_id_of, leading
-from vllm_nvmeof_offload.manager.look_up import Queue
+from vllm_nvmeof_offload.manager.core import FROM_CPU
+from vllm_nvmeof_offload.manager.look_up import Answer, Question, Queue
 from vllm_nvmeof_offload.manager.requests import WaitingRequests
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
@@ -94,13 +95,55 @@ class SchedulerView:
         position = self.context(request_id).get_offload_key_position
         return [position(OffloadKey(key)) or 0 for key in keys]
 
-    def key_lists(self, request_id: str) -> list[list[OffloadKey]]:
-        """Return, by group position, the lists of keys that vLLM's look-ups use. Call after vLLM
-        has added the request's new keys."""
-        states = self._scheduler._req_status[request_id].group_states
-        return [group.offload_keys for group in states]
+    def context(self, request_id: str) -> ReqContext:
+        """Return vLLM's context of a request that has arrived."""
+        context: ReqContext = self._scheduler._req_status[request_id].req_context
+        return context
 
-    def is_as_looked_up(self, request_id: str, local: int) -> bool:
+    # -- look-ups, in the form that `manager/look_up.py` needs --------------------------
+
+    def sources_of(self, request: Any) -> int:
+        """Return the sources that the request may be loaded from."""
+        return self.manager.sources_of(self.context(request.request_id).load_tier_filter)
+
+    def look_up(
+        self,
+        request: Any,
+        local: int,
+        cap: int | None,
+        theirs: Callable[[Any, int], tuple[int | None, bool]],
+    ) -> tuple[int | None, bool]:
+        """Return the tokens to load after `local` ones in GPU memory, or None to delay the request,
+        and whether the load may continue during later steps.
+
+        `cap` limits this look-up; the request's own limit, `max_load_tokens`, does not change.
+        `theirs` is vLLM's method, which looks up the keys in our manager one by one.
+        """
+        request_id, hashes = request.request_id, request.block_hashes
+        last = hashes[-1] if hashes else None
+        question = Question(request.num_tokens, last, local, cap, self.sources_of(request))
+
+        def ask(question: Question) -> Answer:
+            look_ups = self.manager.look_ups
+            # The lists of keys that vLLM's look-ups use. vLLM has added the request's new keys.
+            states = self._scheduler._req_status[request_id].group_states
+            look_ups.begin(question.sources, [group.offload_keys for group in states])
+            try:
+                found, later = theirs(request, local)
+                rest = self.rest_of_a_chunk(request, question) if found == 0 else 0
+            finally:
+                hits, misses = look_ups.end()
+            # With KV events no answer is reused, because vLLM's look-up records data for them.
+            keep = not self.manager.config.kv_events and not rest
+            return Answer(question, rest or found, hits, misses, later or rest > 0, keep)
+
+        if not self._is_as_looked_up(request_id, local):
+            self.waiting.look_ups.forget_answers(request_id)
+        answer = self.waiting.look_ups.answer(request_id, question, ask, FROM_CPU)
+        # vLLM decides whether the load may continue during later steps; since 0.33 it may refuse.
+        return answer.found, answer.later and bool(answer.found)
+
+    def _is_as_looked_up(self, request_id: str, local: int) -> bool:
         """Return whether vLLM's state of a request is still as its last look-up left it.
 
         A look-up sets the numbers of local tokens and of hit chunks, and clears the request's
@@ -111,18 +154,33 @@ class SchedulerView:
             return False
         return not any(group.block_ids for group in state.group_states)
 
-    def state(self, request_id: str) -> Any:
-        """Return vLLM's `RequestOffloadState` of a request that has arrived."""
-        return self._scheduler._req_status[request_id]
+    def rest_of_a_chunk(self, request: Any, question: Question) -> int:
+        """Return the tokens missing from a chunk that a preempted request has partly in GPU memory.
 
-    def is_being_loaded(self, key: bytes) -> bool:
-        """Return whether vLLM delays requests for this chunk because a load is reading it."""
-        return key in (self._scheduler._chunks_being_loaded or ())
+        vLLM loads only whole chunks and skips this one. Loading the rest avoids computing its
+        tokens a second time. Returns 0 with windows or states, which would have to be loaded too.
+        """
+        if len(self.groups) > 1 or self.groups[0].kind is not GroupKind.FULL:
+            return 0
+        request_id, per_chunk = request.request_id, self.groups[0].tokens_per_chunk
+        local, missing = question.local, -question.local % per_chunk
+        if not missing or local + missing > self.waiting.resumes.computed(request_id):
+            return 0
+        keys, state = self.keys_of(request_id), self._scheduler._req_status[request_id]
+        limits = question.cap, state.max_load_tokens
+        if any(most is not None and missing > most for most in limits):
+            return 0
+        chunk = local // per_chunk
+        if keys is None or chunk >= len(keys[0]):  # the request is shorter
+            return 0
+        key = keys[0][chunk]
+        # vLLM delays requests for a chunk that a load is reading.
+        if state.transfer_jobs or key in (self._scheduler._chunks_being_loaded or ()):
+            return 0
+        hit = self.manager.lookup(OffloadKey(key), state.req_context) is LookupResult.HIT
+        return missing if hit else 0
 
-    def context(self, request_id: str) -> ReqContext:
-        """Return vLLM's context of a request that has arrived."""
-        context: ReqContext = self._scheduler._req_status[request_id].req_context
-        return context
+    # -- stores -------------------------------------------------------------------------
 
     def store_again(self) -> None:
         """Make requests with failed loads store the chunks that they compute instead.
