@@ -185,7 +185,7 @@ def native(*names: str) -> None:
     for name in names:
         MUTANTS[name] = lambda: [
             (core, "Tiers", tests_build.Tiers),
-            (hold_and_prefetch, "NativeHolds", tests_build.Holds),
+            (hold_and_prefetch, "Holds", tests_build.Holds),
             (follower, "Foreign", tests_build.Foreign),
             (pipeline, "Machine", tests_build.Machine),
             (pipeline, "MachineOptions", tests_build.MachineOptions),

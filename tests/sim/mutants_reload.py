@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from vllm_nvmeof_offload.manager import hold_and_prefetch
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, ReloadScheduler
 from vllm_nvmeof_offload.manager.requests import ResumeCounter
 
@@ -25,7 +26,11 @@ native(
 
 @mutant
 def reset_keeps_the_holds() -> list[Patch]:
-    return [(Holds, "reset", lambda self: None)]
+    class Keeps(Holds):
+        def reset(self) -> None:
+            pass
+
+    return [(hold_and_prefetch, "Holds", Keeps)]
 
 
 @mutant

@@ -16,6 +16,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -34,7 +35,12 @@ from vllm_nvmeof_offload.errors import (
 from vllm_nvmeof_offload.manager.boundary import prefix_order, tokens_by_source
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import Agreement, CoreConfig, WritePolicy
-from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, Reason, ReloadScheduler
+from vllm_nvmeof_offload.manager.hold_and_prefetch import (
+    Reason,
+    ReloadScheduler,
+    count_fetches,
+    make_holds,
+)
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.ledger import Entry, Ledger, Op, Source, State, columns_of
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
@@ -152,9 +158,10 @@ class ManagerCore:
         #: The log of chunks that entered or left a tier; None unless configured.
         self.kv_events = KvEventLog(tiers, config.key_bytes) if config.kv_events else None
         self._unsent: list[Command] = []
-        self._holds = Holds(tiers, self._unsent, self._counters, self._ledger.__getitem__)
+        self._holds = holds = make_holds(tiers)
+        cancel = partial(_cancel_fetches, tiers, self._ledger, self._unsent)
         #: The caller notifies this object when a request starts or stops waiting.
-        self.reload = ReloadScheduler(config, capacity, self._holds, clock)
+        self.reload = ReloadScheduler(config, capacity, tiers, holds, cancel, clock)
         #: The targets' verdicts and rates.
         self.targets = Targets(tiers, len(capacity.pool_slots))
         self.admission = Admission(config, self.targets.read_rates)
@@ -423,7 +430,7 @@ class ManagerCore:
                 continue
             op = self._ledger.open(OpKind.FETCH, fetches)
             op.probe = reason is Reason.PROBE
-            self._holds.sent(op)
+            self._holds.sent(op.number, fetches)
             urgency = Urgency.URGENT if reason is Reason.RELOAD else Urgency.PREFETCH
             commands.append(FetchCommand(op.number, columns_of(fetches), urgency))
         if self._foreign is not None:
@@ -499,9 +506,9 @@ class ManagerCore:
     ) -> None:
         """Apply the effects of a report on `op`, as returned by `Tiers.report`."""
         if lost:
-            self._holds.lost(op, lost)
+            self._holds.lost(batch, lost)
         if op.kind is OpKind.FETCH:
-            self._holds.ended(op, decided)
+            self._holds.ended(op.number, batch, decided, op.probe)
         if failed:
             self._count_failures(
                 op, batch.codes[failed], batch.errors[failed], batch.places[failed]
@@ -579,6 +586,7 @@ class ManagerCore:
         for series, amount in zip(_NATIVE_COUNTS, self._tiers.take_counts(), strict=True):
             if amount:
                 self._counters[series] += amount
+        count_fetches(self._holds, self._counters)
         return self._counters
 
     # -- weights and resets -----------------------------------------------------------
@@ -640,8 +648,8 @@ class ManagerCore:
             "commands_waiting": (
                 len(self._unsent) + tiers.writes_intended + tiers.fetches_intended
             ),
-            ("held_cache_slots", "reload"): self._holds.count(Reason.RELOAD),
-            ("held_cache_slots", "queue"): self._holds.count(Reason.QUEUE),
+            ("held_cache_slots", "reload"): self._holds.held(Reason.RELOAD),
+            ("held_cache_slots", "queue"): self._holds.held(Reason.QUEUE),
             "requests_waiting": len(self.reload),
             "shared_entries": self._foreign.rows if self._foreign else 0,
             "shared_age_seconds": self._shared_age_s(),
@@ -662,13 +670,13 @@ class ManagerCore:
             *self.counters.values(),  # not the sum, in which bytes would hide small counts
             len(self._ledger),
             len(self.reload),
-            *map(self._holds.count, Reason),
+            *map(self._holds.held, Reason),
             *self.targets.worst_verdicts(),
         )
 
     def held(self) -> Iterable[bytes]:
         """Return the keys with cache slots that are held for waiting requests."""
-        return self._holds.keys()
+        return self._holds.keys(self._tiers)
 
     def entries(self) -> list[Entry]:
         """Return all entries, for inspection."""
@@ -676,6 +684,17 @@ class ManagerCore:
             Entry(_STATES[state], generation, cache, place, key)
             for state, generation, cache, place, key in self._tiers.entries()
         ]
+
+
+def _cancel_fetches(
+    tiers: Tiers, ledger: Ledger, unsent: list[Command], number: int, rows: Sequence[int]
+) -> None:
+    """Cancel rows of a fetch. Later look-ups find the entries in the pool."""
+    batch = ledger[number].batch
+    assert batch is not None
+    for row in rows:
+        tiers.detach(batch, row)
+    unsent.append(CancelCommand(number, np.array(rows, np.uint32)))
 
 
 def _tag_of(command: ResetCommand) -> bytes:

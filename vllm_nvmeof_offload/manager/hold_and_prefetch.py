@@ -25,17 +25,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
-from vllm_nvmeof_offload.manager.ledger import Op
 from vllm_nvmeof_offload.metrics import Counts
-from vllm_nvmeof_offload.native import Batch, Tiers, Wanted
-from vllm_nvmeof_offload.native import Holds as NativeHolds
-from vllm_nvmeof_offload.protocol import CancelCommand, Command
-
-#: The share of the slots that always stays evictable, so that new chunks find room.
-_ROOM_SHARE = 0.125
+from vllm_nvmeof_offload.native import Holds, Tiers, Wanted
 
 
 class Reason(enum.IntEnum):
@@ -48,116 +40,8 @@ class Reason(enum.IntEnum):
 
 #: The ways in which a fetch ends: the label `how` of the metric, in the order of holds.h.
 _ENDS = ("used", "wasted", "cancelled", "failed", "probe")
-
-
-class Holds:
-    """The held chunks, with the resulting commands and counters.
-
-    `op_of` returns a fetch by its number until the fetch is over.
-    """
-
-    def __init__(
-        self,
-        tiers: Tiers,
-        unsent: list[Command],
-        counters: Counts,
-        op_of: Callable[[int], Op],
-    ) -> None:
-        self._tiers = tiers
-        self._unsent = unsent
-        self._counters = counters
-        self._op_of = op_of
-        self._held = NativeHolds(tiers, max(1, int(_ROOM_SHARE * tiers.cache_slots)))
-
-    @property
-    def fetching(self) -> int:
-        """Return the number of fetches in progress that are still wanted."""
-        return self._held.fetching
-
-    def count(self, reason: Reason) -> int:
-        """Return the number of held chunks."""
-        return self._held.held(reason)
-
-    def keys(self) -> list[bytes]:
-        return self._held.keys(self._tiers)
-
-    def wanted(self, keys: Sequence[bytes]) -> Wanted:
-        """Return an object for one request's chunks, none of which is held yet."""
-        return self._held.wanted(self._tiers, tuple(keys))  # native code keeps pointers into it
-
-    def advance(
-        self,
-        wanted: Wanted,
-        chunks: range,
-        local: int,
-        looks: int,
-        reason: Reason,
-        held_max: int,
-        fetching_max: int,
-    ) -> tuple[int, int, int, int]:
-        """Hold and fetch these chunks within the bounds. Those before `local` are in GPU memory.
-
-        Chunks in GPU memory are skipped, unless the CPU tier has them. Returns the first chunk that
-        is not done, how many of the `looks` remain, and the first and last skipped chunk, or -1. If
-        a chunk is in no tier, all later ones count as done, because a load would end there.
-        """
-        bounds = looks, reason, held_max, fetching_max
-        done = self._held.advance(wanted, chunks.start, chunks.stop, local, *bounds)
-        self._count()
-        return done
-
-    def probe(self, key: bytes) -> None:
-        """Fetch a chunk to measure the pool, if the pool is the only tier that has the chunk."""
-        self._held.probe(self._tiers, key)
-        self._count()
-
-    def sent(self, op: Op) -> None:
-        """Record that the fetches of `op` have been sent to the ranks."""
-        assert op.batch is not None
-        self._held.sent(op.number, op.batch)
-
-    def used(self, load: Batch) -> None:
-        """Record that `load` uses its chunks."""
-        self._held.used(load)
-
-    def leave(self, wanted: Wanted) -> None:
-        """Release the request's chunks that no other request wants, and cancel their fetches."""
-        cancelled: dict[int, list[int]] = {}
-        for number, index in self._held.leave(wanted):
-            cancelled.setdefault(number, []).append(index)
-        for number, indexes in cancelled.items():
-            batch = self._op_of(number).batch
-            assert batch is not None
-            for index in indexes:  # later look-ups find the entry in the pool
-                self._tiers.detach(batch, index)
-            self._unsent.append(CancelCommand(number, np.array(indexes, np.uint32)))
-        self._count()
-
-    def ended(self, op: Op, rows: Sequence[int] | None) -> None:
-        """Record that these rows of a fetch have an outcome on every rank; None for all rows."""
-        assert op.batch is not None
-        self._held.ended(op.number, op.batch, rows, op.probe)
-        self._count()
-
-    def lost(self, op: Op, rows: Sequence[int]) -> None:
-        """Record that the chunks of these rows of an op are no longer in their cache slots."""
-        assert op.batch is not None
-        self._held.lost(op.batch, rows)
-        self._count()
-
-    def reset(self) -> None:
-        """Release everything. The caller has doomed all entries and dropped all unsent fetches."""
-        self._held.reset()
-        self._count()
-
-    def _count(self) -> None:
-        begun, ends = self._held.take_counts()
-        for reason in filter(begun.__getitem__, Reason):
-            self._counters["prefetches", reason.name.lower()] += begun[reason]
-        for at in filter(ends.__getitem__, range(len(_ENDS))):
-            self._counters["prefetches_ended", _ENDS[at]] += ends[at]
-
-
+#: The share of the slots that always stays evictable, so that new chunks find room.
+_ROOM_SHARE = 0.125
 #: Shorter requests do not overtake a preempted request that has waited this long.
 _PATIENCE_S = 5.0
 #: The time between checks of whether a preempted request's chunks are still in GPU memory.
@@ -175,6 +59,22 @@ _PROBES_MAX = 4
 Order = tuple[float, ...]
 #: A function that returns whether the n-th followed chunk is still in GPU memory.
 InGpu = Callable[[int], bool]
+#: A function that cancels rows of a fetch, which is given by its number.
+Cancel = Callable[[int, Sequence[int]], None]
+
+
+def make_holds(tiers: Tiers) -> Holds:
+    """Return the held chunks of `tiers`: none at first."""
+    return Holds(tiers, max(1, int(_ROOM_SHARE * tiers.cache_slots)))
+
+
+def count_fetches(holds: Holds, counters: Counts) -> None:
+    """Count the fetches that have begun and ended since the last call."""
+    begun, ends = holds.take_counts()
+    for reason in filter(begun.__getitem__, Reason):
+        counters["prefetches", reason.name.lower()] += begun[reason]
+    for at in filter(ends.__getitem__, range(len(_ENDS))):
+        counters["prefetches_ended", _ENDS[at]] += ends[at]
 
 
 @dataclass(slots=True, eq=False)
@@ -220,14 +120,20 @@ class ReloadScheduler:
     """See the module's docstring. A share of 0 disables the part that it limits."""
 
     def __init__(
-        self, config: CoreConfig, capacity: Capacity, holds: Holds, clock: Callable[[], float]
+        self,
+        config: CoreConfig,
+        capacity: Capacity,
+        tiers: Tiers,
+        holds: Holds,
+        cancel: Cancel,
+        clock: Callable[[], float],
     ) -> None:
         self._limits = {
             Reason.RELOAD: int(config.reload_cache_share * capacity.cache_slots),
             Reason.QUEUE: int(config.prefetch_cache_share * capacity.cache_slots),
         }
         self._fetches_max = max(_FETCHES_MIN, _FETCH_BYTES_MAX // max(1, capacity.slot_bytes))
-        self._holds = holds
+        self._tiers, self._holds, self._cancel = tiers, holds, cancel
         self._clock = clock
         self._wants: dict[str, _Want] = {}
         self._preempted: dict[str, _Want] = {}
@@ -251,7 +157,8 @@ class ReloadScheduler:
         self.left(request_id)
         if keys and self._limits[Reason.RELOAD if order is None else Reason.QUEUE]:
             self._arrivals += 1
-            chunks = len(keys), self._holds.wanted(keys)
+            # Native code keeps pointers into the tuple.
+            chunks = len(keys), self._holds.wanted(self._tiers, tuple(keys))
             want = _Want(request_id, *chunks, in_gpu, order, self._arrivals, self._clock())
             self._wants[request_id] = want
             self._queue_up(want)
@@ -273,7 +180,11 @@ class ReloadScheduler:
         if want is None:
             return
         self._preempted.pop(request_id, None)
-        self._holds.leave(want.wanted)
+        cancelled: dict[int, list[int]] = {}
+        for fetch, row in self._holds.leave(want.wanted):
+            cancelled.setdefault(fetch, []).append(row)
+        for fetch, rows in cancelled.items():
+            self._cancel(fetch, rows)
 
     def reset(self) -> None:
         """Start over after a reset, when no chunk is valid and none is held."""
@@ -283,9 +194,9 @@ class ReloadScheduler:
 
     def probe(self, keys: Sequence[bytes]) -> None:
         """Read a few of these pool-only chunks in the background, if no probe is in progress."""
-        if not self._holds.count(Reason.PROBE):
+        if not self._holds.held(Reason.PROBE):
             for key in keys[:_PROBES_MAX]:
-                self._holds.probe(key)
+                self._holds.probe(self._tiers, key)
 
     def turn(self) -> None:
         """Hold and fetch as many chunks as the shares allow. Call once per step."""
@@ -297,7 +208,7 @@ class ReloadScheduler:
                 want.look_again()
         for want in sorted(due, key=lambda w: _urgency(w, now_s)):
             looks, finished = self._advance(want, Reason.RELOAD, looks)
-            full = self._holds.count(Reason.RELOAD) >= self._limits[Reason.RELOAD]
+            full = self._holds.held(Reason.RELOAD) >= self._limits[Reason.RELOAD]
             if not looks or (full and not finished):
                 break
             if finished:  # if not, go on: the next request may need only holds
@@ -332,9 +243,11 @@ class ReloadScheduler:
         self._questions -= questions - want.ask(questions)
         # Reloads get twice the limit, because fetches for the queue must not delay reloads.
         most = self._fetches_max * (2 if reason is Reason.RELOAD else 1)
-        chunks = range(want.next, want.count if want.local_ends else want.local)
+        chunks = want.next, want.count if want.local_ends else want.local, want.local
+        # Chunks in GPU memory, before `local`, are skipped, unless the CPU tier has them. If a
+        # chunk is in no tier, all later ones count as done, because a load would end there.
         want.next, looks, first, last = self._holds.advance(
-            want.wanted, chunks, want.local, looks, reason, self._limits[reason], most
+            want.wanted, *chunks, looks, reason, self._limits[reason], most
         )
         if first >= 0:
             want.skipped = first if want.skipped is None else want.skipped

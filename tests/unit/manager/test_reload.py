@@ -11,7 +11,7 @@ from vllm_nvmeof_offload.manager.hold_and_prefetch import Reason, ReloadSchedule
 
 from .bench import keys_of
 
-#: Where a chunk is, as `Holds.source` answers; 0: nowhere.
+#: Where a chunk is, as `FakeHolds.source` answers; 0: nowhere.
 CPU, POOL = 1, 2
 
 
@@ -32,7 +32,7 @@ class FakeHolds:
         self.wanters: Counter[bytes] = Counter()
         self.times: Counter[bytes] = Counter()  # how often it was held
         self.where: dict[bytes, int] = {}
-        self.held: dict[bytes, Reason] = {}
+        self.kept: dict[bytes, Reason] = {}
         self.under_way: set[bytes] = set()
         self.room = 1 << 30
         self.looks = 0
@@ -49,16 +49,17 @@ class FakeHolds:
         log, self._log = self._log, []
         return log
 
-    def count(self, reason: Reason) -> int:
+    def held(self, reason: Reason) -> int:
         return self.counts[reason]
 
-    def wanted(self, keys: Sequence[bytes]) -> FakeWanted:
+    def wanted(self, _tiers: None, keys: Sequence[bytes]) -> FakeWanted:
         return FakeWanted(keys)
 
     def advance(
         self,
         wanted: FakeWanted,
-        chunks: range,
+        start: int,
+        stop: int,
         local: int,
         looks: int,
         reason: Reason,
@@ -66,7 +67,7 @@ class FakeHolds:
         fetching_max: int,
     ) -> tuple[int, int, int, int]:
         first = last = -1
-        for chunk in chunks:
+        for chunk in range(start, stop):
             if not looks:
                 return chunk, looks, first, last
             looks -= 1
@@ -78,7 +79,7 @@ class FakeHolds:
                 return len(wanted.keys), looks, first, last
             elif not self._take(wanted, key, source, reason, held_max, fetching_max):
                 return chunk, looks, first, last
-        return chunks.stop, looks, first, last
+        return stop, looks, first, last
 
     def _take(
         self,
@@ -91,7 +92,7 @@ class FakeHolds:
     ) -> bool:
         if key in wanted.taken:
             return True
-        if key not in self.held:
+        if key not in self.kept:
             if source == CPU and reason is Reason.QUEUE:
                 return True
             if self.counts[reason] >= held_max:
@@ -106,16 +107,17 @@ class FakeHolds:
         wanted.taken[key] = self.times[key]
         return True
 
-    def leave(self, wanted: FakeWanted) -> None:
+    def leave(self, wanted: FakeWanted) -> list[tuple[int, int]]:
         for key, time in wanted.taken.items():
-            if key in self.held and self.times[key] == time:
+            if key in self.kept and self.times[key] == time:
                 self.wanters[key] -= 1
                 if not self.wanters[key]:
                     self.drop(key)
         wanted.taken.clear()
+        return []  # `drop` has logged the cancelled fetches
 
-    def probe(self, key: bytes) -> None:
-        if key not in self.held and self.source(key) == POOL:
+    def probe(self, _tiers: None, key: bytes) -> None:
+        if key not in self.kept and self.source(key) == POOL:
             self.fetch(key, Reason.PROBE)
 
     def source(self, key: bytes) -> int:
@@ -123,11 +125,11 @@ class FakeHolds:
         return self.where.get(key, 0)
 
     def hold(self, key: bytes, reason: Reason) -> bool:
-        assert self.where[key] is CPU and key not in self.held
+        assert self.where[key] is CPU and key not in self.kept
         return self._keep("hold", key, reason)
 
     def fetch(self, key: bytes, reason: Reason) -> bool:
-        assert self.where[key] is POOL and key not in self.held
+        assert self.where[key] is POOL and key not in self.kept
         if not self._keep("fetch", key, reason):
             return False
         self.where[key] = CPU
@@ -136,7 +138,7 @@ class FakeHolds:
         return True
 
     def drop(self, key: bytes) -> None:
-        if key not in self.held:
+        if key not in self.kept:
             return
         verb = "cancel" if key in self.under_way else "drop"
         self._log.append(f"{verb} {int(key[:8])}")
@@ -149,21 +151,21 @@ class FakeHolds:
         for key in keys_of(*numbers):
             self.under_way.remove(key)
             self.fetching -= 1
-            if self.held[key] is Reason.PROBE:
+            if self.kept[key] is Reason.PROBE:
                 self.lose(key)
 
     def lose(self, key: bytes) -> None:
         """Stop holding the chunk."""
-        self.counts[self.held.pop(key)] -= 1
+        self.counts[self.kept.pop(key)] -= 1
         del self.wanters[key]
         if key in self.under_way:
             self.under_way.remove(key)
             self.fetching -= 1
 
     def _keep(self, verb: str, key: bytes, reason: Reason) -> bool:
-        if len(self.held) >= self.room:
+        if len(self.kept) >= self.room:
             return False
-        self.held[key] = reason
+        self.kept[key] = reason
         self.times[key] += 1
         self.counts[reason] += 1
         self._log.append(f"{verb} {int(key[:8])}")
@@ -184,7 +186,9 @@ class ReloadRig:
         self.scheduler = ReloadScheduler(
             config,
             Capacity(1024, (0,), slot_bytes, (slot_bytes,)),
+            None,  # type: ignore[arg-type]
             self.holds,  # type: ignore[arg-type]
+            lambda fetch, rows: None,
             lambda: self.now_s,
         )
 
@@ -346,4 +350,4 @@ def test_aborts_before_and_between_turns_leave_nothing() -> None:
     assert rig.left("c") == []
     assert rig.left("b") == ["cancel 3", "cancel 4"]
     assert rig.turn() == []
-    assert (rig.holds.held, rig.holds.fetching, len(rig.scheduler)) == ({}, 0, 0)
+    assert (rig.holds.kept, rig.holds.fetching, len(rig.scheduler)) == ({}, 0, 0)

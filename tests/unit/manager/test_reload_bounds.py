@@ -98,7 +98,7 @@ def test_a_long_victim_gets_its_turn_during_a_stream_of_short_ones() -> None:
         if "fetch 0" in rig.turn():
             first_s = rig.now_s
     assert first_s == PATIENCE_S
-    assert set(keys_of(0, 1, 2, 3)) <= set(rig.holds.held)
+    assert set(keys_of(0, 1, 2, 3)) <= set(rig.holds.kept)
 
 
 def test_victims_past_their_patience_are_served_in_order_of_preemption() -> None:

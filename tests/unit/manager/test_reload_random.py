@@ -85,7 +85,7 @@ class ReloadMachine(RuleBasedStateMachine):
     @rule(seconds=st.sampled_from([0.1, 3.0, 6.0]), room=st.sampled_from([0, 2, 99]))
     def turn(self, seconds: float, room: int) -> None:
         self.rig.now_s += seconds
-        self.holds.room = max(room, len(self.holds.held))
+        self.holds.room = max(room, len(self.holds.kept))
         self.rig.scheduler.turn()
         self.count()
 
@@ -108,16 +108,16 @@ class ReloadMachine(RuleBasedStateMachine):
     @rule(number=st.integers(0, 29), source=sources)
     def moved(self, number: int, source: object) -> None:
         key = bench_key(number)
-        if key in self.holds.under_way or (key in self.holds.held and source is POOL):
+        if key in self.holds.under_way or (key in self.holds.kept and source is POOL):
             return  # what is held is not evicted
-        if not source and key in self.holds.held:
+        if not source and key in self.holds.kept:
             self.holds.lose(key)  # doomed
         self.holds.put(source, [number])  # type: ignore[arg-type]
 
     @rule()
     def reset(self) -> None:
         self.ended += len(self.holds.under_way)
-        for key in list(self.holds.held):
+        for key in list(self.holds.kept):
             self.holds.lose(key)
         self.holds.where.clear()
         self.rig.scheduler.reset()
@@ -132,7 +132,7 @@ class ReloadMachine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_held_somebody_wants(self) -> None:
-        for key, reason in self.holds.held.items():
+        for key, reason in self.holds.kept.items():
             wanted = any(key in keys for keys in self.keys.values())
             assert wanted or reason is Reason.PROBE, key
 
@@ -144,7 +144,7 @@ class ReloadMachine(RuleBasedStateMachine):
         for key in sorted(self.holds.under_way):  # probes belong to no request
             self.holds.ended(int(key[:8]))
             self.ended += 1
-        assert (self.holds.held, len(self.rig.scheduler)) == ({}, 0)
+        assert (self.holds.kept, len(self.rig.scheduler)) == ({}, 0)
         assert self.begun == self.ended
         looks = self.holds.looks
         assert self.rig.turn() == []

@@ -78,7 +78,7 @@ def test_reset_forgets_all_requests_and_later_victims_are_followed() -> None:
     rig.preempted("a", [0, 1])
     rig.queued("b", [2])
     rig.turn()
-    for key in list(rig.holds.held):
+    for key in list(rig.holds.kept):
         rig.holds.lose(key)  # the real one releases everything that it holds
     rig.scheduler.reset()
     rig.holds.put(0, range(4))
