@@ -16,7 +16,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +83,9 @@ _CACHE_SHIFT = 24
 #: The number of cache slot rows that the column `cache` can represent.
 CACHE_ROWS_MAX = 1 << _CACHE_SHIFT
 
+#: A place, or an array of places.
+_Places = TypeVar("_Places", int, npt.NDArray[np.int64])
+
 
 def place_of(target: int, slot: int, member: int = EVERY_MEMBER) -> int:
     """Return a chunk's place in our pool: owner 15 bits (`OURS`), member 8, target 8, slot 32."""
@@ -96,13 +99,9 @@ def places_of(
     return place_of(target, 0, 0) | members << _MEMBER_SHIFT | slots
 
 
-def member_of(place: int) -> int:
+def member_of(place: _Places) -> _Places:
+    """Return the member of a place, or of each place of an array; `NOWHERE` has none."""
     return place >> _MEMBER_SHIFT & 0xFF
-
-
-def members_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the members of places, none of which is `NOWHERE`."""
-    return places >> _MEMBER_SHIFT & 0xFF
 
 
 def cache_slot(row: int, member: int = EVERY_MEMBER) -> int:
@@ -118,13 +117,9 @@ def cache_member(cache: int) -> int:
     return (cache >> _CACHE_SHIFT) - 1 & 0xFF
 
 
-def owner_of(place: int) -> int:
+def owner_of(place: _Places) -> _Places:
+    """Return the owner of a place, or of each place of an array; `NOWHERE` has none."""
     return place >> _OWNER_SHIFT
-
-
-def owners_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the owners of places, none of which is `NOWHERE`."""
-    return places >> _OWNER_SHIFT
 
 
 def owned_by(owner: int, place: int) -> int:
@@ -132,16 +127,12 @@ def owned_by(owner: int, place: int) -> int:
     return owner << _OWNER_SHIFT | place
 
 
-def target_of(place: int) -> int:
+def target_of(place: _Places) -> _Places:
+    """Return the target of a place, or of each place of an array; `NOWHERE` has none."""
     return place >> _TARGET_SHIFT & 0xFF
 
 
-def targets_of(places: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Return the targets of places, none of which is `NOWHERE`."""
-    return places >> _TARGET_SHIFT & 0xFF
-
-
-def slot_of(place: int) -> int:
+def slot_of(place: _Places) -> _Places:
     return place & 0xFFFFFFFF
 
 

@@ -24,7 +24,6 @@ from vllm_nvmeof_offload.protocol import (
     WriteCommand,
     member_of,
     owner_of,
-    owners_of,
     target_of,
 )
 
@@ -178,7 +177,7 @@ class ForeignRules:
             elif isinstance(command, ResetCommand):
                 self._begins = False
             elif isinstance(command, WriteCommand):
-                if owners_of(command.batch.places).any():
+                if owner_of(command.batch.places).any():
                     raise Violation("19", f"{command} into a region of another engine")
                 self._written(command)
             elif isinstance(command, FetchCommand):
@@ -336,7 +335,7 @@ class ForeignRules:
             times.append(self._clock())
             if len(times) > _HINTS_PER_S * (2 + times[-1] - times[0]):
                 raise Violation("21", f"{command}: {len(times)} hints since {times[0]}")
-        if command.owners.tolist() != owners_of(command.places).tolist():
+        if command.owners.tolist() != owner_of(command.places).tolist():
             raise Violation("21", f"{command}: its owners are others")
 
     def _heeded(self) -> None:

@@ -68,8 +68,8 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
     Urgency,
     WriteCommand,
-    owners_of,
-    targets_of,
+    owner_of,
+    target_of,
 )
 
 __all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
@@ -355,7 +355,7 @@ class ManagerCore:
             return tokens_by_source(op.tokens, ends, chosen, positions, self.config.groups)
 
         cpu, pool = from_pools(places >= 0)
-        shared = from_pools(owners_of(places) > OURS)[1] if borrows else 0
+        shared = from_pools(owner_of(places) > OURS)[1] if borrows else 0
         for source, count in (("cpu", cpu), ("pool", pool - shared), ("shared", shared)):
             if count:
                 self._counters["loaded_tokens", source] += count
@@ -386,7 +386,7 @@ class ManagerCore:
         places = np.array(of, np.int64)
         return [
             HintCommand(
-                owners_of(places).astype(np.uint16),
+                owner_of(places).astype(np.uint16),
                 places,
                 np.array(generations, np.uint64),
                 np.array(counts, np.uint32),
@@ -555,11 +555,11 @@ class ManagerCore:
     ) -> None:
         """Count rows that failed, once every rank has reported on them."""
         if self._foreign is not None:
-            borrows = (owners_of(places) > OURS) & (codes != code_of(OutcomeKind.CANCELLED))
+            borrows = (owner_of(places) > OURS) & (codes != code_of(OutcomeKind.CANCELLED))
             for code in codes[borrows].tolist():
                 self._counters["borrow_failures", outcome_of(code, 0).kind.value] += 1
             codes, errnos, places = codes[~borrows], errnos[~borrows], places[~borrows]
-        targets = np.where(places >= 0, targets_of(places), -1)
+        targets = np.where(places >= 0, target_of(places), -1)
         for code, target in set(zip(codes.tolist(), targets.tolist(), strict=True)):
             same = np.flatnonzero((codes == code) & (targets == target))
             outcome = outcome_of(code, int(errnos[same[-1]]))

@@ -25,9 +25,10 @@ from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
     AdoptedEntries,
     RankHello,
-    members_of,
+    member_of,
+    slot_of,
     slots_by_target,
-    targets_of,
+    target_of,
 )
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
@@ -190,8 +191,8 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
     entries, found, lost = _adopted(hellos, dict(zip(groups, capacity.set_sizes, strict=False)))
     note = f"{lost} pool entries of rank {first.rank} are not on every rank: dropped"
     if len(entries):
-        slots_of = np.array(capacity.pool_slots, np.int64)[targets_of(entries.places)]
-        in_range = (entries.places & 0xFFFFFFFF) < slots_of
+        slots_of = np.array(capacity.pool_slots, np.int64)[target_of(entries.places)]
+        in_range = slot_of(entries.places) < slots_of
         entries = entries if in_range.all() else _take(entries, np.flatnonzero(in_range))
     return Agreement(capacity, entries, found - len(entries), (note,) if lost else (), tag)
 
@@ -240,7 +241,7 @@ def _merged(parts: Sequence[AdoptedEntries]) -> AdoptedEntries:
 
 
 def _of_member(entries: AdoptedEntries, member: int) -> AdoptedEntries:
-    has = members_of(entries.places) == member
+    has = member_of(entries.places) == member
     return entries if has.all() else _take(entries, np.flatnonzero(has))
 
 

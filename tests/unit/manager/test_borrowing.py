@@ -30,7 +30,7 @@ from vllm_nvmeof_offload.protocol import (
     ResetCommand,
     WriteCommand,
     owned_by,
-    owners_of,
+    owner_of,
     place_of,
 )
 
@@ -424,7 +424,7 @@ def test_what_others_have_given_up_is_written_when_a_second_request_ends() -> No
     write, *_ = bench.step()
     assert isinstance(write, WriteCommand)
     assert write.batch.generations.tolist() == [1000]
-    assert owners_of(write.batch.places).tolist() == [0]
+    assert owner_of(write.batch.places).tolist() == [0]
     bench.done(write.op)
     assert bench.core.counters["written_chunks"] == 1
 

@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.protocol import (
     VerdictReport,
     WriteCommand,
     place_of,
-    targets_of,
+    target_of,
 )
 from vllm_nvmeof_offload.targets.health import Verdict
 
@@ -84,10 +84,10 @@ def test_with_one_target_suspect_the_others_take_the_writes() -> None:
     bench = Bench(cache=8, pool=6, targets=3, writes_pending_share=1.0)
     bench.core.report([VerdictReport(0, 1, "suspect")])
     bench.store(*range(6))
-    assert sorted(targets_of(bench.write().batch.places)) == [0, 0, 2, 2]
+    assert sorted(target_of(bench.write().batch.places)) == [0, 0, 2, 2]
     assert bench.core.gauges()["writes_pending", "waiting"] == 2
     bench.core.report([VerdictReport(0, 1, "ok")])
-    assert targets_of(bench.write().batch.places).tolist() == [1, 1]
+    assert target_of(bench.write().batch.places).tolist() == [1, 1]
 
 
 def test_a_suspect_target_misses_until_every_rank_finds_it_usable() -> None:

@@ -7,7 +7,7 @@ from collections import Counter, deque
 
 import pytest
 
-from vllm_nvmeof_offload.protocol import RateReport, VerdictReport, targets_of
+from vllm_nvmeof_offload.protocol import RateReport, VerdictReport, target_of
 
 from .bench import Bench
 
@@ -22,7 +22,7 @@ def bench_of(targets: int, *rates: float, pool: int = 400, cache: int = 64) -> B
 
 def targets_of_writes(bench: Bench) -> list[int]:
     """The targets of the writes that are due, which are sent."""
-    return [target for command in bench.writes() for target in targets_of(command.batch.places)]
+    return [target for command in bench.writes() for target in target_of(command.batch.places)]
 
 
 def serve(bench: Bench, count: int, service: list[float], at_once: int) -> Counter[int]:
@@ -37,7 +37,7 @@ def serve(bench: Bench, count: int, service: list[float], at_once: int) -> Count
             bench.store(*range(stored, stored + at_once - waiting))
             stored += at_once - waiting
         for command in bench.writes():
-            for row, target in enumerate(targets_of(command.batch.places).tolist()):
+            for row, target in enumerate(target_of(command.batch.places).tolist()):
                 shares[target] += 1
                 queues[target].append((command.op, row))
         target = min(
@@ -77,7 +77,7 @@ def test_a_stalled_target_gets_nothing_more() -> None:
     for number in range(50):
         bench.store(number)
         for command in bench.writes():
-            (target,) = targets_of(command.batch.places).tolist()
+            (target,) = target_of(command.batch.places).tolist()
             given[target] += 1
             if target:
                 bench.done(command.op)
