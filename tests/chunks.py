@@ -9,6 +9,7 @@ import numpy as np
 
 from vllm_nvmeof_offload.errors import OK, Outcome, outcome_of
 from vllm_nvmeof_offload.protocol import (
+    EVERY_MEMBER,
     NOWHERE,
     OURS,
     RELEASED,
@@ -44,6 +45,25 @@ def place_in(number: int, targets: int = 1, owner: int = OURS) -> int:
 def number_in(place: int, targets: int = 1) -> int:
     """The number of which `place_in` makes this place, whoever's it is."""
     return slot_of(place) * targets + target_of(place)
+
+
+def cache_slot(row: int, member: int = EVERY_MEMBER) -> int:
+    """The value in the column `cache` for a member's slot in a row of the CPU tier."""
+    return row if member == EVERY_MEMBER else member + 1 << 24 | row
+
+
+def row_of(cache: int) -> int:
+    return cache & 0xFFFFFF
+
+
+def cache_member(cache: int) -> int:
+    return (cache >> 24) - 1 & 0xFF
+
+
+def identity_of(batch: ChunkBatch, row: int) -> SlotIdentity:
+    length = len(batch.keys) // len(batch)
+    key = batch.keys[row * length : (row + 1) * length]
+    return SlotIdentity(key, int(batch.generations[row]))
 
 
 def batch_of(*rows: Row, group: int = 0) -> ChunkBatch:

@@ -78,10 +78,8 @@ OURS = 0
 PEER_CHUNKS_MIN = 4
 #: The default of the key `ahead_cache_share`.
 AHEAD_CACHE_SHARE = 0.5
-#: The bit position of the member + 1 in a cache slot; 0 there stands for `EVERY_MEMBER`.
-_CACHE_SHIFT = 24
-#: The number of cache slot rows that the column `cache` can represent.
-CACHE_ROWS_MAX = 1 << _CACHE_SHIFT
+#: The number of rows of the CPU tier that the column `cache` can represent.
+CACHE_ROWS_MAX = 1 << 24
 
 #: A place, or an array of places.
 _Places = TypeVar("_Places", int, npt.NDArray[np.int64])
@@ -102,19 +100,6 @@ def places_of(
 def member_of(place: _Places) -> _Places:
     """Return the member of a place, or of each place of an array; `NOWHERE` has none."""
     return place >> _MEMBER_SHIFT & 0xFF
-
-
-def cache_slot(row: int, member: int = EVERY_MEMBER) -> int:
-    """Return the value in the column `cache` for a member's slot in a row of the CPU tier."""
-    return row if member == EVERY_MEMBER else member + 1 << _CACHE_SHIFT | row
-
-
-def row_of(cache: int) -> int:
-    return cache & CACHE_ROWS_MAX - 1
-
-
-def cache_member(cache: int) -> int:
-    return (cache >> _CACHE_SHIFT) - 1 & 0xFF
 
 
 def owner_of(place: _Places) -> _Places:
@@ -150,9 +135,10 @@ class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
     """Chunks in columns of n rows, the only form in which threads and processes exchange them.
 
     `keys` joins n keys of equal length. `generations` is uint64[n]; a key and its generation are
-    the identity that every copy, read and write specifies. `cache` is int32[n] of cache slots
-    (`cache_slot`), or -1 for a stream slot. `places` is int64[n] (`place_of`), or -1 for no I/O.
-    `groups` is uint8[n] of KV cache group positions.
+    the identity that every copy, read and write specifies. `cache` is int32[n] of cache slots, or
+    -1 for a stream slot: the row of the CPU tier in 24 bits and, above them, the member + 1 or, for
+    `EVERY_MEMBER`, 0. `places` is int64[n] (`place_of`), or -1 for no I/O. `groups` is uint8[n] of
+    KV cache group positions.
 
     This is a tuple of the columns' bytes, in this order, so that no Python code runs when a batch
     is created, pickled and passed to native code. Arrays are views, made on request.
@@ -196,15 +182,8 @@ class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
     def __len__(self) -> int:
         return len(self[4])
 
-    def key(self, row: int) -> bytes:
-        length = len(self.keys) // len(self)
-        return self.keys[row * length : (row + 1) * length]
-
     def key_list(self) -> list[bytes]:
         return split_keys(self.keys, len(self.keys) // max(1, len(self)))
-
-    def identity(self, row: int) -> SlotIdentity:
-        return SlotIdentity(self.key(row), int(self.generations[row]))
 
 
 class StoreCommand(NamedTuple):

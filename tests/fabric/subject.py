@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.chunks import Reported, batch_of, place_in, rows_of
+from tests.chunks import Reported, batch_of, identity_of, place_in, rows_of
 from tests.fabric.loadspec import LoadSpec, OpEnd
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.config import Tuning
@@ -210,7 +210,7 @@ class _Load:
         columns, now_s, targets = columns_of(batch), time.monotonic(), self.pool.target_count
         places = [slot_of(at) * targets + target_of(at) for at in columns.places.tolist()]
         rows = [
-            _Op(OpKind.WRITE, now_s, columns.identity(row), number, int(columns.cache[row]))
+            _Op(OpKind.WRITE, now_s, identity_of(columns, row), number, int(columns.cache[row]))
             for row, number in enumerate(places)
         ]
         op = self.open(*rows)

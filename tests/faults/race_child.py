@@ -28,7 +28,7 @@ from typing import Any, TextIO
 import numpy as np
 import numpy.typing as npt
 
-from tests.chunks import rows_of
+from tests.chunks import identity_of, rows_of
 from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE
@@ -320,7 +320,7 @@ class Reader:
             np.zeros(BATCH, np.uint8),
         )
         self._op += 1
-        self._under_way[self._op] = batch, [columns.identity(row) for row in range(BATCH)]
+        self._under_way[self._op] = batch, [identity_of(columns, row) for row in range(BATCH)]
         self._left[self._op] = BATCH
         self._pipeline.command(FetchCommand(self._op, columns, Urgency.URGENT))
 
@@ -381,14 +381,14 @@ class Controls:
         """A right header, and then its payload, which nothing ties to it."""
         headers = [self._read(snapshot, row, 0, HEADER_BYTES) for row in rows]
         for row, page in zip(rows, headers, strict=True):
-            header, identity = parse_header(memoryview(page)), snapshot.identity(row)
+            header, identity = parse_header(memoryview(page)), identity_of(snapshot, row)
             if self._is_at_home(header, snapshot, row) and header.identity == identity:
                 payload = self._read(snapshot, row, HEADER_BYTES, PAYLOAD_BYTES)
                 self._compare("payload_crc", payload, identity)
 
     def _without_generation(self, snapshot: Snapshot, row: int) -> None:
         """Everything is right but the generation."""
-        slot, identity = self._whole(snapshot, row), snapshot.identity(row)
+        slot, identity = self._whole(snapshot, row), identity_of(snapshot, row)
         header = parse_header(memoryview(slot)[:HEADER_BYTES])
         if not self._is_at_home(header, snapshot, row) or header.identity.key != identity.key:
             return
@@ -400,7 +400,7 @@ class Controls:
         slot = self._whole(self._old, row)
         header = parse_header(memoryview(slot)[:HEADER_BYTES])
         if self._is_at_home(header, self._old, row) and self._is_intact(slot, header):
-            self._compare("refresh", slot[HEADER_BYTES:], self._old.identity(row))
+            self._compare("refresh", slot[HEADER_BYTES:], identity_of(self._old, row))
 
     def _is_at_home(self, header: SlotHeader | None, snapshot: Snapshot, row: int) -> bool:
         place = self._superblock.place(int(snapshot.slots[row]))

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from tests.chunks import identity_of
 from vllm_nvmeof_offload.errors import CANCELLED, Outcome
 from vllm_nvmeof_offload.groups import group_id_of
 from vllm_nvmeof_offload.manager.core import FROM_POOL, ManagerCore, Source
@@ -183,7 +184,7 @@ class ForeignRules:
             elif isinstance(command, FetchCommand):
                 for row, place in enumerate(command.batch.places.tolist()):
                     if owner_of(place) != OURS:
-                        self._fetched(command.batch.identity(row), place)
+                        self._fetched(identity_of(command.batch, row), place)
                         self._borrowing(int(command.batch.generations[row]))
             elif isinstance(command, HintCommand):
                 self._hint(command)
@@ -306,7 +307,7 @@ class ForeignRules:
         for row, generation in enumerate(command.batch.generations.tolist()):
             deduped = is_foreign(generation) or generation in self._deduped
             if deduped and generation not in self._lost:
-                raise Violation("21", f"{command}: others have {command.batch.identity(row)}")
+                raise Violation("21", f"{command}: others have {identity_of(command.batch, row)}")
             self._owed.discard(generation)
             self._deduped.discard(generation)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tests.chunks import identity_of
 from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome, outcome_of
 from vllm_nvmeof_offload.protocol import RELEASED, ChunkBatch, OpReport, SlotIdentity
 
@@ -33,7 +34,7 @@ class SentOp:
         return cls(
             kind,
             issued_s,
-            tuple(batch.identity(row) for row in range(len(batch))),
+            tuple(identity_of(batch, row) for row in range(len(batch))),
             {row: slot for row, slot in enumerate(batch.cache.tolist()) if slot >= 0},
             {row: place for row, place in enumerate(batch.places.tolist()) if place >= 0},
             [ranks] * len(batch),

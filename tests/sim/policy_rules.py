@@ -6,9 +6,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from tests.chunks import cache_member
 from vllm_nvmeof_offload.manager.core import ManagerCore, Source
 from vllm_nvmeof_offload.manager.ledger import State
-from vllm_nvmeof_offload.protocol import EVERY_MEMBER, Command, WriteCommand, cache_member
+from vllm_nvmeof_offload.protocol import EVERY_MEMBER, Command, WriteCommand
 
 from .base import Knobs, Violation
 

@@ -12,14 +12,13 @@ from dataclasses import replace
 
 import numpy as np
 
+from tests.chunks import cache_member, row_of
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.native import set_words_bytes
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
-    cache_member,
     member_of,
     owner_of,
-    row_of,
     slot_of,
     target_of,
 )

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 from crc32c import crc32c
 
+from tests.chunks import cache_slot
 from tests.unit.set_rank import (
     CACHE_SLOTS,
     CHUNK_BYTES,
@@ -36,7 +37,6 @@ from vllm_nvmeof_offload.protocol import (
     ChunkBatch,
     FetchCommand,
     WriteCommand,
-    cache_slot,
     place_of,
 )
 from vllm_nvmeof_offload.worker.membership import NoSetError, SetLayout, join_set

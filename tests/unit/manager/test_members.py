@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
+from tests.chunks import cache_member, row_of
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.handshake import agree
@@ -23,10 +24,8 @@ from vllm_nvmeof_offload.protocol import (
     ResetCommand,
     StoreCommand,
     WriteCommand,
-    cache_member,
     member_of,
     place_of,
-    row_of,
 )
 
 GROUPS = (Group(0, GroupKind.FULL, 16), Group(3, GroupKind.WINDOW, 16, reach_chunks=2))

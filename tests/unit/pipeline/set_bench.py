@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from tests.chunks import cache_slot
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.native import set_words_bytes
 from vllm_nvmeof_offload.protocol import (
@@ -17,7 +18,6 @@ from vllm_nvmeof_offload.protocol import (
     LoadCommand,
     StoreCommand,
     WriteCommand,
-    cache_slot,
     place_of,
 )
 from vllm_nvmeof_offload.staging import SetMap

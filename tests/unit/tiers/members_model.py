@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from vllm_nvmeof_offload.protocol import EVERY_MEMBER, cache_slot, place_of
+from tests.chunks import cache_slot
+from vllm_nvmeof_offload.protocol import EVERY_MEMBER, place_of
 
 from .model import Model, Need, Slot
 

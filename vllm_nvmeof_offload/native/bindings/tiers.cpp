@@ -242,7 +242,7 @@ std::optional<Held> held(const Tiers& tiers, Row row) {
 }
 
 // Return (state, generation, cache slot, place, key) of every entry, for inspection. Cache slots
-// and places are encoded as by `protocol.cache_slot` and `protocol.place_of`.
+// and places are encoded as in `protocol.ChunkBatch`.
 ListOf<int, uint64_t, int32_t, Place, nb::bytes> entries(const Tiers& tiers) {
   nb::list found;
   const Index& index = tiers.index;
