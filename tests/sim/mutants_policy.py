@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
+from vllm_nvmeof_offload.manager.stores import StoreThreshold
 
 from .mutants import Patch, mutant, native
 

@@ -12,7 +12,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import numpy.typing as npt
@@ -20,8 +19,8 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.groups import GroupKind, group_id_of
 from vllm_nvmeof_offload.manager.boundary import plan as boundary_of
 from vllm_nvmeof_offload.manager.boundary import unit_tokens
-from vllm_nvmeof_offload.manager.boundary_stores import BoundaryStores
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, ManagerCore, StorePlan
+from vllm_nvmeof_offload.manager.stores import BoundaryStores
 
 from .base import Clock, Knobs, Trace, Violation
 from .memory import Tag
@@ -91,7 +90,7 @@ class SimScheduler:
         self._boundaries: BoundaryStores | None = None
         if knobs.boundary_tokens:
             self._boundaries = BoundaryStores(
-                cast(ManagerCore, rules), knobs.groups, knobs.boundary_tokens
+                rules.supersede, rules.keep, knobs.groups, knobs.boundary_tokens
             )
 
     # -- from outside -----------------------------------------------------------------

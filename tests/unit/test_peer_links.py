@@ -17,7 +17,7 @@ from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.peers.base import Common
 from vllm_nvmeof_offload.staging import Staging
-from vllm_nvmeof_offload.worker.peer_reads import LinkSettings, PeerLinks, open_links
+from vllm_nvmeof_offload.worker.peer_reads import PeerLinks, open_links
 
 SLOT_BYTES = 8192
 COMMON = Common("k" * 32, 0, 1, SLOT_BYTES)
@@ -29,10 +29,10 @@ def staging() -> Staging:
     return Staging(SLOT_BYTES, 4, 4, serve_slots=2)
 
 
-def wanted(common: Common = COMMON, **extra: object) -> LinkSettings:
+def links_of(staging: Staging, common: Common = COMMON, **extra: object) -> PeerLinks | None:
     settings = parse_config(extra, {})
     port = Idle() if settings.peer_listen else None
-    return LinkSettings(settings, common, TAG, port, lambda: None)
+    return open_links(settings, common, TAG, port, lambda: None, staging)
 
 
 def is_usable(links: PeerLinks) -> bool:
@@ -43,7 +43,7 @@ def is_usable(links: PeerLinks) -> bool:
 def test_a_session_begins_ends_with_other_weights_and_begins_again(staging: Staging) -> None:
     with ReservedPort() as port:
         address = f"127.0.0.1:{port.number}"
-        links = open_links(wanted(peers=address, peer_listen=address), staging)
+        links = links_of(staging, peers=address, peer_listen=address)
         assert links is not None
         assert len(links.fds) == 1
         wait_until("a session", lambda: is_usable(links))
@@ -62,7 +62,7 @@ def test_a_server_listens_at_its_address_and_nowhere_else(staging: Staging) -> N
     before = listening()
     with ReservedPort() as port:
         address = f"127.0.0.1:{port.number}"
-        links = open_links(wanted(peers=address, peer_listen=address), staging)
+        links = links_of(staging, peers=address, peer_listen=address)
         assert links is not None
         wait_until("a session", lambda: is_usable(links))
         assert sorted(set(listening()) - set(before)) == [port.number]
@@ -76,11 +76,11 @@ def test_a_secret_refuses_a_library_that_cannot_use_it(
     monkeypatch.setattr(zmq, "has", lambda _: False)
     common = replace(COMMON, secret=b"a secret of this test")
     with pytest.raises(ConfigError, match=r"share_secret_file='/s': .*CURVE.*install pyzmq"):
-        open_links(wanted(common, peers="127.0.0.1:1", share_secret_file="/s"), staging)
+        links_of(staging, common, peers="127.0.0.1:1", share_secret_file="/s")
 
 
 def test_without_addresses_there_is_nothing_to_start(staging: Staging) -> None:
-    assert open_links(wanted(), staging) is None
+    assert links_of(staging) is None
 
 
 def test_addresses_that_cannot_be_used_are_refused_by_key(staging: Staging) -> None:
@@ -88,14 +88,14 @@ def test_addresses_that_cannot_be_used_are_refused_by_key(staging: Staging) -> N
         port.listen()
         address = f"127.0.0.1:{port.number}"
         with pytest.raises(ConfigError, match=r"peer_listen=.*in use.*; name an address"):
-            open_links(wanted(peer_listen=address), staging)
+            links_of(staging, peer_listen=address)
     third = Common("k" * 32, 3, 4, SLOT_BYTES)
     for key in ("peers", "peer_listen"):
         with pytest.raises(ConfigError, match="no port is left for rank 3; use 65532 or lower"):
-            open_links(wanted(third, **{key: "127.0.0.1:65533"}), staging)
+            links_of(staging, third, **{key: "127.0.0.1:65533"})
     again = replace(third, replica=1, replicas=2)
     with pytest.raises(ConfigError, match="left for replica 1, rank 3; use 65528 or lower"):
-        open_links(wanted(again, peer_listen="127.0.0.1:65529"), staging)
+        links_of(staging, again, peer_listen="127.0.0.1:65529")
 
 
 def test_each_rank_of_each_replica_listens_at_a_port_of_its_own() -> None:
@@ -104,9 +104,7 @@ def test_each_rank_of_each_replica_listens_at_a_port_of_its_own() -> None:
     with ReservedPort() as port:
         first = f"127.0.0.1:{port.number - 1}"
         staging = Staging(SLOT_BYTES, 4, 4, serve_slots=2)
-        links = open_links(
-            wanted(replace(COMMON, replica=1, replicas=3), peer_listen=first), staging
-        )
+        links = links_of(staging, replace(COMMON, replica=1, replicas=3), peer_listen=first)
         assert links is not None
         answer = ask(f"127.0.0.1:{port.number}")
         assert (answer.error, answer.replica, answer.replicas) == ("", 1, 3)

@@ -44,7 +44,7 @@ from vllm_nvmeof_offload.manager.hold_and_prefetch import (
 from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.ledger import Entry, Ledger, Op, Source, State, columns_of
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
-from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
+from vllm_nvmeof_offload.manager.stores import StoreThreshold
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts, Series
 from vllm_nvmeof_offload.native import Batch, Foreign, LookUps, Tiers, Whereabouts

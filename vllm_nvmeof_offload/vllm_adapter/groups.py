@@ -252,7 +252,7 @@ def _reach_tokens(kind: GroupKind, spec: Any) -> int | None:
 #
 # By default vLLM keeps windows and states only at the end of a prompt, so no part of an answer is
 # ever found again. Here vLLM keeps boundaries at a fixed distance, and its offloading scheduler
-# offers all windows that are still in GPU memory; `manager/boundary_stores.py` selects from them.
+# offers all windows that are still in GPU memory; `manager/stores.py` selects from them.
 
 
 def keep_boundaries(

@@ -37,13 +37,13 @@ from vllm.v1.kv_offload.base import (
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.groups import Group
 from vllm_nvmeof_offload.manager.boundary import tokens_by_source
-from vllm_nvmeof_offload.manager.boundary_stores import BoundaryStores
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.look_up import Queue
 from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
 from vllm_nvmeof_offload.manager.requests import Suspension, WaitingRequests
+from vllm_nvmeof_offload.manager.stores import BoundaryStores
 from vllm_nvmeof_offload.manager.telemetry import (
     FailureLog,
     MetricsCollector,
@@ -450,7 +450,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if queue is not None:
             self.waiting = WaitingRequests(core, queue, self._clock)
         if boundary_tokens:
-            self._boundaries = BoundaryStores(core, groups, boundary_tokens, tail_tokens)
+            self._boundaries = BoundaryStores(
+                core.supersede, core.keep, groups, boundary_tokens, tail_tokens
+            )
         self._export_due = True
 
     def take_commands(self) -> list[Command]:

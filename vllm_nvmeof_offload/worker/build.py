@@ -45,7 +45,7 @@ from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import slot_stride_bytes
 from vllm_nvmeof_offload.worker.membership import NoSetError, SetLayout, join_set
-from vllm_nvmeof_offload.worker.peer_reads import LinkSettings, PeerLinks, Peers, open_links
+from vllm_nvmeof_offload.worker.peer_reads import PeerLinks, Peers, open_links
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionFiles
 from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
@@ -127,13 +127,14 @@ def build_worker(
         links = _links(settings, identity, pool, staging, serve, waker)
         undo.pop_all()
     health = tuple(TargetHealth() for _ in range(pool.target_count)) if pool else None
-    config = _scheduler_config(settings, identity.rank, pool, io, geometry, health)
+    limits = _transfer_limits(settings, identity.rank, pool, io, geometry, health)
     regions = RegionFiles(pool, waker.wake) if pool else None
     peers = _peers(settings, pool, links)
-    parts = staging.map, copy, io, config
+    parts = staging.map, copy, io, limits
     pipeline = TransferPipeline(*parts, opener=regions, peers=peers, serve=serve)
     runner = PipelineRunner(pipeline, waker, io.fileno(), links)
     watcher = _watcher(pool, io, health, runner) if pool and health else None
+    targets = tuple(settings.targets) if pool else ()
     hello = RankHello(
         rank=identity.rank,
         engine_index=pool.engine_index if pool else 0,
@@ -147,11 +148,11 @@ def build_worker(
         tag=b"" if identity.volatile else share_tag(identity.keyspace.digest),
         fallbacks=(*odd, *copy_fallbacks, *(pool.fallbacks if pool else ()), *io_fallbacks, *alone),
         stream_slots=stream_slots,
-        targets=tuple(str(t) for t in settings.targets) if pool else (),
-        remote=_remote(settings) if pool else (),
+        targets=targets,
+        remote=tuple(discover(os.path.realpath(target)).is_remote for target in targets),
         io_engine=io.name,
         checksums=core.choose_crc(staging.map.base_address, len(staging.view)) if pool else "",
-        copy_engine=_name_of(copy, kv_device.engine_name(tuning.copy_backend), staging, config),
+        copy_engine=_name_of(copy, kv_device.engine_name(tuning.copy_backend), staging, limits),
         adoption_s=adoption_s,
         volatile=identity.volatile,
         replica=identity.replica.index if identity.replica.count > 1 else None,
@@ -179,7 +180,7 @@ def _name_of(copy: CopyEngine, name: str, staging: Staging, limits: TransferLimi
     return name + (", checksums there" if limits.copies_check and copy.makes_checksums else "")
 
 
-def _scheduler_config(
+def _transfer_limits(
     settings: OffloadConfig,
     rank: int,
     pool: Pool | None,
@@ -213,10 +214,6 @@ def _scheduler_config(
     )
 
 
-def _remote(settings: OffloadConfig) -> tuple[bool | None, ...]:
-    return tuple(discover(os.path.realpath(one)).is_remote for one in settings.targets)
-
-
 def _own(pool: Pool) -> dict[bytes, OwnRegion]:
     """Return our regions by uuid."""
     return {
@@ -239,8 +236,7 @@ def _links(
     replica = identity.replica
     common = Common(*parts, share_secret(settings), replica.index, replica.count)
     port = None if serve is None else serve.queue
-    wanted = LinkSettings(settings, common, pool.stamp.tag, port, waker.wake)
-    return open_links(wanted, staging)
+    return open_links(settings, common, pool.stamp.tag, port, waker.wake, staging)
 
 
 def _peers(settings: OffloadConfig, pool: Pool | None, links: PeerLinks | None) -> Peers | None:
@@ -317,7 +313,8 @@ def _open_pool(
 ) -> Pool | None:
     if not pool_bytes:
         return None
-    leasing = _leasing(settings)
+    name = settings.server_name or socket.gethostname()
+    leasing = Leasing(name, in_group=bool(settings.share_group))
     return Pool.open(
         PoolSpec(
             targets=tuple(Path(t) for t in settings.targets),
@@ -338,11 +335,6 @@ def _open_pool(
         ),
         on_progress=_log_progress("pool"),
     )
-
-
-def _leasing(settings: OffloadConfig) -> Leasing:
-    name = settings.server_name or socket.gethostname()
-    return Leasing(name, in_group=bool(settings.share_group))
 
 
 def _io_engine(

@@ -203,81 +203,62 @@ class PeerLinks:
         return all(ended)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkSettings:
-    """The arguments of `open_links`. `tag` is the current share tag of our chunks. `wake` is called
-    after chunks from peers have been copied into their cache slots."""
-
-    settings: OffloadConfig
-    common: Common
-    tag: bytes
-    serve_port: ServePort | None
-    wake: Callable[[], None]
-
-
-def open_links(wanted: LinkSettings, staging: Staging) -> PeerLinks | None:
+def open_links(
+    settings: OffloadConfig,
+    common: Common,
+    tag: bytes,
+    serve_port: ServePort | None,
+    wake: Callable[[], None],
+    staging: Staging,
+) -> PeerLinks | None:
     """Start the threads for peers. Return None if there are no peers.
+
+    `tag` is the current share tag of our chunks. `wake` is called after chunks from peers have been
+    copied into their cache slots.
 
     Raises: ConfigError: this process cannot listen at `peer_listen`, or its messaging library does
     not support the share secret.
     """
-    settings, rank = wanted.settings, wanted.common.rank
-    if not settings.peers and wanted.serve_port is None:
+    if not settings.peers and serve_port is None:
         return None
+    rank, listen = common.rank, settings.peer_listen
     for one in settings.peers:
         _check_port(one, "peers", rank, f"rank {rank}")
-    if settings.peer_listen:
-        ours = wanted.common
-        who = f"replica {ours.replica}, rank {rank}" if ours.replicas > 1 else f"rank {rank}"
-        _check_port(settings.peer_listen, "peer_listen", ours.port_offset, who)
+    if listen:
+        who = f"replica {common.replica}, rank {rank}" if common.replicas > 1 else f"rank {rank}"
+        _check_port(listen, "peer_listen", common.port_offset, who)
     try:
         import zmq
 
         from vllm_nvmeof_offload.peers.clients import PeerClients
-        from vllm_nvmeof_offload.peers.server import host_and_port
+        from vllm_nvmeof_offload.peers.server import PeerServer, host_and_port
         from vllm_nvmeof_offload.peers.transport import why_no_pulls
     except ImportError as error:
         logger.warning("no peers: %s; install vllm-nvmeof-offload[peers]", error)
         return None
-    if wanted.common.secret and not zmq.has("curve"):
+    if common.secret and not zmq.has("curve"):
         remedy = "a secret needs CURVE, which this libzmq lacks; install pyzmq from its wheel"
         raise ConfigError("share_secret_file", settings.share_secret_file, remedy)
     if why_not := why_no_pulls():
         logger.info("peers send chunks in messages: %s", why_not)
-    server = _serve(wanted, staging, by_nixl=not why_not)
-    clients = None
+    clients, server, slots, by_nixl = None, None, staging.map, not why_not
+    if serve_port is not None:
+        memory = SlotMemory(slots.serve_address, slots.slot_bytes, slots.serve_slots)
+        parts = common, tag, memory, _part(staging, memory), serve_port
+        address = host_and_port(listen, common.port_offset)
+        deadline_s = settings.read_deadline_ms / 1000
+        try:
+            server = PeerServer(address, *parts, by_nixl=by_nixl, read_deadline_s=deadline_s)
+        except EngineError as error:
+            remedy = f"{error}; name an address of this machine and a port that is free"
+            raise ConfigError("peer_listen", listen, remedy) from None
+        logger.info("serving peers at %s with %d slots", server.address, slots.serve_slots)
     if settings.peers:
-        slots = staging.map
         memory = SlotMemory(slots.stream_address(0), slots.slot_bytes, slots.stream_slots)
         addresses = [host_and_port(one, rank) for one in settings.peers]
         view = _part(staging, memory)
-        clients = PeerClients(
-            addresses, wanted.common, wanted.tag, memory, view, by_nixl=not why_not
-        )
-    return PeerLinks(clients, server, HostCopyEngine(wanted.wake))
-
-
-def _serve(wanted: LinkSettings, staging: Staging, *, by_nixl: bool) -> PeerServer | None:
-    from vllm_nvmeof_offload.peers.server import PeerServer, host_and_port
-
-    if wanted.serve_port is None:
-        return None
-    listen, slots = wanted.settings.peer_listen, staging.map
-    memory = SlotMemory(slots.serve_address, slots.slot_bytes, slots.serve_slots)
-    address = host_and_port(listen, wanted.common.port_offset)
-    parts = wanted.common, wanted.tag, memory, _part(staging, memory), wanted.serve_port
-    try:
-        server = PeerServer(
-            address,
-            *parts,
-            by_nixl=by_nixl,
-            read_deadline_s=wanted.settings.read_deadline_ms / 1000,
-        )
-    except EngineError as error:
-        remedy = f"{error}; name an address of this machine and a port that is free"
-        raise ConfigError("peer_listen", listen, remedy) from None
-    logger.info("serving peers at %s with %d slots", server.address, slots.serve_slots)
-    return server
+        clients = PeerClients(addresses, common, tag, memory, view, by_nixl=by_nixl)
+    return PeerLinks(clients, server, HostCopyEngine(wake))
 
 
 def _check_port(base: str, key: str, offset: int, who: str) -> None:

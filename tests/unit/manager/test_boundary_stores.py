@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.boundary import plan, unit_tokens
-from vllm_nvmeof_offload.manager.boundary_stores import BoundaryStores
+from vllm_nvmeof_offload.manager.stores import BoundaryStores
 
 FULL = Group(0, GroupKind.FULL, 16)
 WINDOW = Group(3, GroupKind.WINDOW, 16, 1, 3, 47)
@@ -35,8 +34,8 @@ class Server:
         tail_tokens: int = 0,
     ) -> None:
         self.groups = groups
-        core: Any = self
-        self.stores = BoundaryStores(core, groups, every_tokens, tail_tokens)
+        calls = self.supersede, self.keep
+        self.stores = BoundaryStores(*calls, groups, every_tokens, tail_tokens)
         self.prompt, self.computed = prompt, 0
         self.chunks: dict[bytes, str] = {}
         self.shared = 0

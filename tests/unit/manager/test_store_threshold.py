@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_nvmeof_offload.manager.store_threshold import StoreThreshold
+from vllm_nvmeof_offload.manager.stores import StoreThreshold
 
 from .bench import Bench, keys_of
 

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses which windows and states are stored, and for how long. Pure.
+"""Chooses which chunks are stored, and for how long. Pure.
 
-A window or state is useful only at a boundary, so only some of those offered are stored. *Lasting*
-boundaries are the end of a prompt, the end of a prefix that vLLM found to be shared, and one per
-`every_tokens` tokens. Chunks at the frontier of the computation are stored *provisionally*, only
-in the CPU tier, so that the next turn, or the request itself after a preemption, can resume from
-these chunks. A later frontier supersedes the chunks. When the request ends or is preempted, the
-last ones become lasting.
+A chunk is stored only after it has been offered often enough (`StoreThreshold`).
+
+A window or state is useful only at a boundary, so only some of those offered are stored
+(`BoundaryStores`). *Lasting* boundaries are the end of a prompt, the end of a prefix that vLLM
+found to be shared, and one per `every_tokens` tokens. Chunks at the frontier of the computation are
+stored *provisionally*, only in the CPU tier, so that the next turn, or the request itself after a
+preemption, can resume from these chunks. A later frontier supersedes the chunks. When the request
+ends or is preempted, the last ones become lasting.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import compress
-from typing import TYPE_CHECKING, Any
+from itertools import compress, islice
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -23,8 +25,47 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
 from vllm_nvmeof_offload.manager.boundary import SPARSE, unit_tokens
 
-if TYPE_CHECKING:
-    from vllm_nvmeof_offload.manager.core import ManagerCore
+#: Keys are forgotten this many at a time, because finding the front of a dictionary is slow.
+_FORGET_BATCH = 1024
+
+
+class StoreThreshold:
+    """Counts sightings, so that a chunk is stored on its n-th sighting, as with vLLM's own
+    `store_threshold`.
+
+    A sighting is one offer for storage (`prepare_store`), which vLLM makes once per request for
+    each of its chunks, whether it computed the chunk or found it in GPU memory. Look-ups do not
+    count, nor do a request's repeated offers, and a reset forgets nothing. At most `keys_max` +
+    1023 keys are counted; the least recently seen are forgotten. Threshold 1 needs no table.
+    """
+
+    def __init__(self, threshold: int, keys_max: int) -> None:
+        assert threshold >= 1
+        self._threshold = threshold
+        self._keys_max = keys_max
+        # The least recently seen is first. The garbage collector does not track bytes and ints.
+        self._counts: dict[bytes, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._counts)
+
+    def see(
+        self, keys: Sequence[bytes], again: Collection[bytes] = ()
+    ) -> npt.NDArray[np.uint8] | None:
+        """Count an offer of each of `keys`. Return, by key, whether it is due; None if all are.
+
+        `again` contains keys that the request has offered before.
+        """
+        if self._threshold == 1:
+            return None
+        counts = self._counts
+        for key in keys:
+            counts[key] = min(counts.pop(key, 0) + (key not in again), self._threshold)
+        due = np.fromiter((counts[key] >= self._threshold for key in keys), np.uint8, len(keys))
+        if len(counts) >= self._keys_max + _FORGET_BATCH:
+            for key in list(islice(counts, len(counts) - self._keys_max)):
+                del counts[key]
+        return due
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +91,20 @@ class _Request:
 
 
 class BoundaryStores:
-    """The choice for all requests. `groups` must include windows or states. `every_tokens` is the
-    distance between lasting boundaries, a multiple of every group's chunk. A prompt or shared
-    prefix is stored up to its last multiple of `tail_tokens`, if not 0, even within a chunk."""
+    """The choice for all requests. `supersede` and `keep` are the core's. `groups` must include
+    windows or states. `every_tokens` is the distance between lasting boundaries, a multiple of
+    every group's chunk. A prompt or shared prefix is stored up to its last multiple of
+    `tail_tokens`, if not 0, even within a chunk."""
 
     def __init__(
-        self, core: ManagerCore, groups: Sequence[Group], every_tokens: int, tail_tokens: int = 0
+        self,
+        supersede: Callable[[Sequence[bytes]], None],
+        keep: Callable[[Sequence[bytes]], None],
+        groups: Sequence[Group],
+        every_tokens: int,
+        tail_tokens: int = 0,
     ) -> None:
-        self._core = core
+        self._supersede, self._keep = supersede, keep
         self._every_tokens = every_tokens
         self._unit_tokens = unit_tokens(groups)
         self._tail_tokens = tail_tokens or self._unit_tokens
@@ -109,21 +156,21 @@ class BoundaryStores:
         boundary = self._last_boundary(request)
         if boundary > request.boundary:
             request.boundary = boundary
-            self._supersede(request)
+            self._supersede_old(request)
 
     def preempted(self, request_id: str) -> None:
         """Keep the request's last boundary, from which it will resume."""
         if (request := self._requests.get(request_id)) is not None:
-            self._keep(request)
+            self._keep_last(request)
 
     def ended(self, request_id: str) -> None:
         """Keep the request's last boundary, from which the next turn may resume."""
         request = self._requests.pop(request_id, None)
         if request is not None:
-            self._keep(request)
+            self._keep_last(request)
             beyond = [key for kept in request.provisional.values() for _, key in kept]
             if beyond:
-                self._core.supersede(beyond)
+                self._supersede(beyond)
 
     def reset(self) -> None:
         """Forget all requests' chunks, which are no longer valid."""
@@ -139,7 +186,7 @@ class BoundaryStores:
             return at_state if at_state == last else 0
         return last // self._unit_tokens * self._unit_tokens
 
-    def _supersede(self, request: _Request) -> None:
+    def _supersede_old(self, request: _Request) -> None:
         """Supersede the chunks that the last boundary does not need."""
         old: list[bytes] = []
         for position, chunks in request.provisional.items():
@@ -147,16 +194,16 @@ class BoundaryStores:
             while chunks and chunks[0][0] <= first:
                 old.append(chunks.popleft()[1])
         if old:
-            self._core.supersede(old)
+            self._supersede(old)
 
-    def _keep(self, request: _Request) -> None:
+    def _keep_last(self, request: _Request) -> None:
         """Make the last boundary's chunks lasting."""
         kept: list[bytes] = []
         for chunks in request.provisional.values():
             while chunks and chunks[0][0] <= request.boundary:
                 kept.append(chunks.popleft()[1])
         if kept:
-            self._core.keep(kept)
+            self._keep(kept)
 
 
 def _group_ids(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
