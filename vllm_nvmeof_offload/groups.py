@@ -12,6 +12,9 @@ import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
+
 #: The number of bytes at the end of an offload key that hold the group id, big endian.
 GROUP_ID_BYTES = 4
 #: The largest number of ranks in a set of equal ranks.
@@ -65,6 +68,13 @@ class RankGroup:
 def group_id_of(key: bytes) -> int:
     """Return the group id in an offload key."""
     return int.from_bytes(key[-GROUP_ID_BYTES:], "big")
+
+
+def group_ids_of(keys: bytes, count: int) -> npt.NDArray[np.uint32]:
+    """Return the group ids in `count` joined offload keys, at least one."""
+    rows = np.frombuffer(keys, np.uint8).reshape(count, -1)
+    ids: npt.NDArray[np.uint32] = rows[:, -GROUP_ID_BYTES:].view(">u4")[:, 0]
+    return ids
 
 
 def leading(groups: tuple[Group, ...]) -> int:

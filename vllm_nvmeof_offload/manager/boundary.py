@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind, RankGroup, group_id_of
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup, group_id_of, group_ids_of
 
 #: A function that returns which of these keys are present, as a byte (1 or 0) per key.
 Has = Callable[[Sequence[bytes]], bytes]
@@ -253,8 +253,7 @@ def prefix_order(
 ) -> npt.NDArray[np.uint32]:
     """Return the indexes that sort the keys. `ends` gives the tokens up to each chunk's end."""
     full = [group.group_id for group in groups if group.kind is GroupKind.FULL]
-    rows = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
-    ids = np.ascontiguousarray(rows[:, -GROUP_ID_BYTES:]).view(">u4").ravel()
+    ids = group_ids_of(b"".join(keys), len(keys))
     order: npt.NDArray[np.intp] = np.lexsort((~np.isin(ids, full), ends))
     return order.astype(np.uint32)
 

@@ -13,10 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.groups import (
-    GROUP_ID_BYTES,
     SET_SIZE_MAX,
     Group,
     GroupKind,
+    group_ids_of,
     leading,
 )
 from vllm_nvmeof_offload.protocol import (
@@ -249,9 +249,8 @@ def _of_groups(entries: AdoptedEntries, ids: Sequence[int]) -> AdoptedEntries:
     """Return the entries with keys of the groups with these ids."""
     if not len(entries):
         return entries
-    keys = np.frombuffer(entries.keys, np.uint8).reshape(len(entries), -1)
-    numbers = np.ascontiguousarray(keys[:, -GROUP_ID_BYTES:]).view(">u4")[:, 0]
-    return _take(entries, np.flatnonzero(np.isin(numbers, ids)))
+    found = group_ids_of(entries.keys, len(entries))
+    return _take(entries, np.flatnonzero(np.isin(found, ids)))
 
 
 def _group_bytes(hellos: Sequence[RankHello]) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
+from vllm_nvmeof_offload.groups import Group, GroupKind, group_ids_of
 from vllm_nvmeof_offload.manager.boundary import SPARSE, unit_tokens
 
 #: Keys are forgotten this many at a time, because finding the front of a dictionary is slow.
@@ -131,7 +131,7 @@ class BoundaryStores:
         request = self._requests.get(request_id)
         if request is None:
             request = self._requests[request_id] = _Request()
-        positions = self._positions[_group_ids(keys)]
+        positions = self._positions[group_ids_of(b"".join(keys), len(keys))]
         reach = self._reaches[positions]
         lasts = (reach == 0) | (-ends % self._every_tokens < reach)
         # vLLM finds a shared prefix in a look-up, and again after a preemption.
@@ -204,10 +204,3 @@ class BoundaryStores:
                 kept.append(chunks.popleft()[1])
         if kept:
             self._keep(kept)
-
-
-def _group_ids(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
-    """Return vLLM's number of each key's group."""
-    rows = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
-    ids = np.ascontiguousarray(rows[:, -GROUP_ID_BYTES:]).view(">u4").ravel()
-    return ids.astype(np.int64)
