@@ -24,10 +24,8 @@ class EventRules:
 
     def check(self, entries: Sequence[Entry]) -> None:
         """Check after every event; takes the changes as vLLM's scheduler does after every step."""
-        log = self._core.kv_events
-        assert log is not None
-        while log:
-            for change in log.take():
+        while self._core.changed_keys:
+            for change in self._core.take_changes():
                 has = self._has[change.tier]
                 for key in change.keys:
                     # A reset may report the removal of a key whose arrival was not reported.

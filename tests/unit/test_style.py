@@ -53,7 +53,6 @@ SLACK = 0.02
 #: listed here with its reason.
 SMALL_FILE_LINES = 100
 SMALL_FILES: dict[str, str] = {
-    "vllm_nvmeof_offload/manager/kv_events.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/manager/target_choice.py": "a newcomer looks for it by this name",
 }
 

@@ -41,7 +41,6 @@ from vllm_nvmeof_offload.manager.hold_and_prefetch import (
     count_fetches,
     make_holds,
 )
-from vllm_nvmeof_offload.manager.kv_events import KvEventLog
 from vllm_nvmeof_offload.manager.ledger import Entry, Ledger, Op, Source, State, columns_of
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
 from vllm_nvmeof_offload.manager.stores import StoreThreshold
@@ -69,6 +68,7 @@ from vllm_nvmeof_offload.protocol import (
     Urgency,
     WriteCommand,
     owner_of,
+    split_keys,
     target_of,
 )
 
@@ -99,6 +99,19 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
 )
 #: The most hints from other engines that are applied in one step.
 _HINTS_MAX = 256
+#: Keys in `take_changes`: an eighth of those that wait, within these bounds. Splitting and pickling
+#: 32,768 keys takes 8 ms (AMD EPYC), and a start with ten million chunks is reported within 310
+#: steps.
+_CHANGES_MIN, _CHANGES_MAX = 4096, 32_768
+_CHANGES_SHARE = 8
+
+
+class Change(NamedTuple):
+    """The keys that entered or left a tier."""
+
+    tier: Source
+    removed: bool
+    keys: list[bytes]
 
 
 class StorePlan(NamedTuple):
@@ -155,8 +168,6 @@ class ManagerCore:
         if foreign is not None:
             foreign.set_tag(self._tag)
         self._tiers = tiers = self._make_tiers(policy)
-        #: The log of chunks that entered or left a tier; None unless configured.
-        self.kv_events = KvEventLog(tiers, config.key_bytes) if config.kv_events else None
         self._unsent: list[Command] = []
         self._holds = holds = make_holds(tiers)
         cancel = partial(_cancel_fetches, tiers, self._ledger, self._unsent)
@@ -588,6 +599,29 @@ class ManagerCore:
                 self._counters[series] += amount
         count_fetches(self._holds, self._counters)
         return self._counters
+
+    # -- KV events --------------------------------------------------------------------
+
+    @property
+    def changed_keys(self) -> int:
+        """Return the number of keys in the changes not yet taken; 0 unless `kv_events` is set."""
+        return self._tiers.moved_bytes // self.config.key_bytes
+
+    def take_changes(self) -> list[Change]:
+        """Return the oldest changes of the tiers' chunks, in order, as many as a step should carry.
+
+        A chunk is *in* the CPU tier once its copy is complete on every rank, and in the pool once
+        its write is complete. It leaves a tier when eviction, a failure or a reset removes it; a
+        chunk that is evicted from pinned memory may still be in the pool. A router that applies the
+        changes in order reconstructs the index exactly. A reset drops arrivals that were not taken,
+        because it also removes those keys.
+        """
+        left = min(max(_CHANGES_MIN, self.changed_keys // _CHANGES_SHARE), _CHANGES_MAX)
+        key_bytes = self.config.key_bytes
+        return [
+            Change(Source.CPU if tier == 1 else Source.POOL, removed, split_keys(keys, key_bytes))
+            for tier, removed, keys in self._tiers.take_moves(left * key_bytes)
+        ]
 
     # -- weights and resets -----------------------------------------------------------
 

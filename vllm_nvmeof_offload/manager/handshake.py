@@ -65,11 +65,10 @@ class CoreConfig:
     (`StoreThreshold`). `eviction_policy` is the configured name, for the start line; the core gets
     the policy separately. `credit_share` is how much longer a reused chunk is kept (`Recency`); 0
     is plain LRU. With `ON_EVICTION`, at least `clean_share` stays free or evictable without loss.
-    With `kv_events`, changes are recorded in `ManagerCore.kv_events`, from which the caller takes
-    them after each step. Without `admission`, everything that is found is loaded. `equal_min`
-    chunks of a group must be equal on a set's ranks before the ranks share one copy; after that,
-    every rank stores one chunk in `sample_every`, which is compared again. `peers` are the peers'
-    addresses, by lane.
+    With `kv_events`, changes are recorded until the caller takes them (`ManagerCore.take_changes`).
+    Without `admission`, everything that is found is loaded. `equal_min` chunks of a group must be
+    equal on a set's ranks before the ranks share one copy; after that, every rank stores one chunk
+    in `sample_every`, which is compared again. `peers` are the peers' addresses, by lane.
     """
 
     world_size: int = 1

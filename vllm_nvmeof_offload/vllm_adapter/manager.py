@@ -337,12 +337,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
     @property
     def has_events(self) -> bool:
         """Return whether `take_events` would yield any events."""
-        return self._core is not None and bool(self._core.kv_events)
+        return self._core is not None and bool(self._core.changed_keys)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
         """Yield events for chunks that entered or left a tier, oldest first, as one step allows."""
-        log = self._core.kv_events if self._core is not None else None
-        for change in log.take() if log is not None else ():
+        for change in self._core.take_changes() if self._core is not None else ():
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in change.keys],
                 medium=_MEDIUM[change.tier],

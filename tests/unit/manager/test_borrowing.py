@@ -579,12 +579,11 @@ def test_a_decision_weighs_what_others_have() -> None:
 
 def test_a_borrowed_chunk_comes_to_the_cpu_tier_and_leaves_it() -> None:
     bench = BorrowBench(cache=1, kv_events=True, land_cache_share=1.0)
-    assert bench.core.kv_events is not None
     load = bench.load(0)
-    assert not bench.core.kv_events
+    assert not bench.core.changed_keys
     bench.done(load.op)
     bench.done(bench.load(1).op)
-    changes = [(one.tier, one.removed, one.keys) for one in bench.core.kv_events.take()]
+    changes = [(one.tier, one.removed, one.keys) for one in bench.core.take_changes()]
     assert changes == [
         (Source.CPU, False, keys_of(0)),
         (Source.CPU, True, keys_of(0)),
