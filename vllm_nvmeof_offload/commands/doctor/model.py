@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,34 +57,6 @@ class GroupRow:
     slot_fill: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ModelReport:
-    """The output of `vllm-nvmeof doctor --model --json`. Bytes are for one rank.
-
-    A hit ends at a multiple of `unit_tokens`. `boundary_tokens` is the number that the key's value
-    auto stands for with this model, or 0 if the key has no effect.
-    """
-
-    model: str
-    layout: str
-    tensor_parallel: int
-    pipeline_parallel: int
-    prefill_context_parallel: int
-    decode_context_parallel: int
-    works: bool
-    refused: str | None
-    remedy: str | None
-    groups: list[GroupRow]
-    blocks_per_chunk: int
-    unit_tokens: int
-    boundary_tokens: int
-    gpu_block_bytes: int
-    slot_bytes: int
-    token_bytes: int
-    boundary_bytes: int
-    notes: list[str]
-
-
 def examine_model(path: Path, kv_dtype: str, as_json: bool, **given: Any) -> int:
     """Print the report on the model in `path` and return the exit code.
 
@@ -92,42 +64,47 @@ def examine_model(path: Path, kv_dtype: str, as_json: bool, **given: Any) -> int
     """
     model = read_model(path)
     element_bytes = model.kv_element_bytes(kv_dtype)
-    report = build(KvSizes(model, Deployment(kv_element_bytes=element_bytes, **given)))
+    sizes = KvSizes(model, Deployment(kv_element_bytes=element_bytes, **given))
+    report = describe(sizes)
     if as_json:
-        print_json(asdict(report))
+        print_json({**report, "groups": [asdict(row) for row in report["groups"]]})
     else:
-        _show(report)
-    return 0 if report.works else FAILED
+        _show(sizes, report)
+    return 0 if report["works"] else FAILED
 
 
-def build(sizes: KvSizes) -> ModelReport:
-    """Return the report on a model in a deployment."""
-    refusal, stored = sizes.refusal, sizes.groups()
+def describe(sizes: KvSizes) -> dict[str, Any]:
+    """Return the output of `vllm-nvmeof doctor --model --json`, with a `GroupRow` for each group.
+
+    Bytes are for one rank. A hit ends at a multiple of `unit_tokens`. `boundary_tokens` is the
+    number that the key's value auto stands for with this model, or 0 if the key has no effect.
+    """
+    refusal, stored, deployment = sizes.refusal, sizes.groups(), sizes.deployment
     slot = slot_stride_bytes(max((one.payload_bytes for one in stored), default=0))
     ranks = {one.group.group_id: one for one in stored}
-    return ModelReport(
-        model=sizes.model.name,
-        layout=sizes.deployment.layout,
-        tensor_parallel=sizes.deployment.tensor_parallel,
-        pipeline_parallel=sizes.deployment.pipeline_parallel,
-        prefill_context_parallel=sizes.deployment.prefill_context_parallel,
-        decode_context_parallel=sizes.deployment.decode_context_parallel,
-        works=refusal is None,
-        refused=refusal.what if refusal else None,
-        remedy=refusal.remedy if refusal else None,
-        groups=[
+    return {
+        "model": sizes.model.name,
+        "layout": deployment.layout,
+        "tensor_parallel": deployment.tensor_parallel,
+        "pipeline_parallel": deployment.pipeline_parallel,
+        "prefill_context_parallel": deployment.prefill_context_parallel,
+        "decode_context_parallel": deployment.decode_context_parallel,
+        "works": refusal is None,
+        "refused": refusal.what if refusal else None,
+        "remedy": refusal.remedy if refusal else None,
+        "groups": [
             _row(sizes, position, group, ranks.get(position), slot)
             for position, group in enumerate(sizes.plan.groups)
         ],
-        blocks_per_chunk=sizes.blocks_per_chunk,
-        unit_tokens=sizes.unit_tokens,
-        boundary_tokens=sizes.boundary_tokens,
-        gpu_block_bytes=sizes.block_bytes(),
-        slot_bytes=slot,
-        token_bytes=sizes.rank_token_bytes(),
-        boundary_bytes=sizes.boundary_bytes(),
-        notes=[*sizes.model.notes, *_notes(sizes, stored, slot)],
-    )
+        "blocks_per_chunk": sizes.blocks_per_chunk,
+        "unit_tokens": sizes.unit_tokens,
+        "boundary_tokens": sizes.boundary_tokens,
+        "gpu_block_bytes": sizes.block_bytes(),
+        "slot_bytes": slot,
+        "token_bytes": sizes.rank_token_bytes(),
+        "boundary_bytes": sizes.boundary_bytes(),
+        "notes": [*sizes.model.notes, *_notes(sizes, stored, slot)],
+    }
 
 
 def _row(
@@ -136,31 +113,28 @@ def _row(
     stage = sizes.plan.stages[sizes.fullest]
     counted = Counter(page.cache.kind.value for page in group.pages if page.layer in stage)
     layers = ", ".join(f"{count} × {kind}" for kind, count in counted.items()) or "none here"
-    if rank is None:
-        return GroupRow(
-            group=position,
-            kind="not stored",
-            layers=layers,
-            reach_tokens=group.cache.reach_tokens,
-            block_tokens=group.block_tokens,
-            block_bytes=group.true_bytes(stage),
-            stored="nothing: vLLM recomputes it",
-        )
-    one, payload, reach = rank.group, rank.payload_bytes, rank.group.reach_chunks
-    return GroupRow(
+    row = GroupRow(
         group=position,
-        kind=one.kind.name.lower(),
+        kind="not stored",
         layers=layers,
         reach_tokens=group.cache.reach_tokens,
         block_tokens=group.block_tokens,
-        block_bytes=rank.block_bytes,
+        block_bytes=group.true_bytes(stage),
+        stored="nothing: vLLM recomputes it",
+    )
+    if rank is None:
+        return row
+    one, payload, reach = rank.group, rank.payload_bytes, rank.group.reach_chunks
+    return replace(
+        row,
+        kind=one.kind.name.lower(),
+        stored=_STORED[one.kind],
         chunk_tokens=one.tokens_per_chunk,
         chunk_bytes=payload,
         token_bytes=payload / one.tokens_per_chunk if reach is None else None,
         boundary_chunks=reach,
         boundary_bytes=None if reach is None else reach * payload,
         slot_fill=payload / (slot - HEADER_BYTES),
-        stored=_STORED[one.kind],
     )
 
 
@@ -188,22 +162,22 @@ def _notes(sizes: KvSizes, stored: list[RankGroup], slot: int) -> Iterator[str]:
             yield "this family's recurrent state has an unknown size: counted as 0"
 
 
-def _show(report: ModelReport) -> None:
-    console = wide_console(_FILE_COLUMNS)
-    console.print(report.model, highlight=False, markup=False, style="bold")
+def _show(sizes: KvSizes, report: dict[str, Any]) -> None:
+    console, deployment = wide_console(_FILE_COLUMNS), sizes.deployment
+    console.print(sizes.model.name, highlight=False, markup=False, style="bold")
     headings = (
         *("group", "layers", "kept", "block", "chunk", "per token", "per boundary", "slot fill"),
         "stored",
     )
-    title = f"KV cache groups, {report.layout}, one rank of --tp {report.tensor_parallel}"
-    if report.prefill_context_parallel > 1:
-        title += f" --pcp {report.prefill_context_parallel}"
-    if report.decode_context_parallel > 1:
-        title += f" --dcp {report.decode_context_parallel}"
-    if report.pipeline_parallel > 1:
-        title += f" --pp {report.pipeline_parallel} (the fullest stage)"
-    console.print(table(headings, map(_cells, report.groups), title))
-    for line in _lines(report):
+    title = f"KV cache groups, {deployment.layout}, one rank of --tp {deployment.tensor_parallel}"
+    if deployment.prefill_context_parallel > 1:
+        title += f" --pcp {deployment.prefill_context_parallel}"
+    if deployment.decode_context_parallel > 1:
+        title += f" --dcp {deployment.decode_context_parallel}"
+    if deployment.pipeline_parallel > 1:
+        title += f" --pp {deployment.pipeline_parallel} (the fullest stage)"
+    console.print(table(headings, map(_cells, report["groups"]), title))
+    for line in _lines(sizes, report):
         console.print(line, highlight=False, markup=False)
 
 
@@ -230,14 +204,15 @@ def _cells(row: GroupRow) -> tuple[str, ...]:
     )
 
 
-def _lines(report: ModelReport) -> Iterator[str]:
+def _lines(sizes: KvSizes, report: dict[str, Any]) -> Iterator[str]:
     yield (
-        f"each token adds {human_bytes(report.token_bytes)}, each boundary "
-        f"{human_bytes(report.boundary_bytes)}; {report.blocks_per_chunk} blocks per chunk; a slot "
-        f"takes {human_bytes(report.slot_bytes)}, a block in GPU memory "
-        f"{human_bytes(report.gpu_block_bytes)}"
+        f"each token adds {human_bytes(sizes.rank_token_bytes())}, each boundary "
+        f"{human_bytes(sizes.boundary_bytes())}; {sizes.blocks_per_chunk} blocks per chunk; a slot "
+        f"takes {human_bytes(report['slot_bytes'])}, a block in GPU memory "
+        f"{human_bytes(sizes.block_bytes())}"
     )
-    if report.boundary_tokens:
-        yield f"boundary_tokens: auto keeps a boundary every {report.boundary_tokens} tokens"
-    yield from (f"note: {note}" for note in report.notes)
-    yield "works" if report.works else f"refused: {report.refused}; remedy: {report.remedy}"
+    if sizes.boundary_tokens:
+        yield f"boundary_tokens: auto keeps a boundary every {sizes.boundary_tokens} tokens"
+    yield from (f"note: {note}" for note in report["notes"])
+    refusal = sizes.refusal
+    yield f"refused: {refusal.what}; remedy: {refusal.remedy}" if refusal else "works"
