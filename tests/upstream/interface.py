@@ -18,17 +18,44 @@ from vllm.v1.kv_offload import base
 from tests.upstream.config_fields import read_fields
 from vllm_nvmeof_offload.errors import IntegrationError
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
+from vllm_nvmeof_offload.vllm_adapter.vllm_release import Capability
 
 #: The classes of which ours are subclasses.
 _BASES = (base.OffloadingManager, base.OffloadingWorker, base.OffloadingSpec, OffloadingConnector)
 _GONE = "is gone"
+_BASE = "vllm.v1.kv_offload.base"
+_CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_V1"
+#: What we use if it is there.
+_OPTIONAL = (
+    vllm_release.CONFIGURATION,
+    vllm_release.HIT_SOURCES,
+    *(
+        Capability(name, {"yes": tuple(needs)})
+        for name, *needs in (
+            (
+                "expedited loads",
+                f"{_BASE}:OffloadingWorker.submit_load(job_id, src_spec, dst_spec, expedited)",
+            ),
+            ("labels of the configuration", f"{_BASE}:OffloadingManager.config_info"),
+            ("lock of a step", f"{_BASE}:OffloadingManager.lock"),
+            ("end of a reset", f"{_BASE}:OffloadingManager.on_reset_flushed"),
+            ("hints of a request", f"{_BASE}:ReqContext has kv_hints"),
+            (
+                "sleep of the KV cache",
+                f"{_CONNECTOR}.unregister_kv_caches()",
+                f"{_CONNECTOR}.restore_kv_caches()",
+            ),
+        )
+    ),
+)
 
 
 def describe() -> dict[str, str]:
     """Everything that we use: forms of capabilities, signatures, fields of configurations."""
     found: dict[str, str] = {}
-    for capability in vllm_release.ALL:
-        form = capability.form or ("absent" if capability.optional else "NOT IN A KNOWN FORM")
+    for capability in (*vllm_release.REQUIRED, *_OPTIONAL):
+        absent = "absent" if capability in _OPTIONAL else "NOT IN A KNOWN FORM"
+        form = capability.form or absent
         found[f"capability: {capability.name}"] = form
         for needs in capability.forms.values():
             for need in needs:

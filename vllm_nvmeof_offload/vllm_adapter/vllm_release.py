@@ -139,7 +139,7 @@ def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
 #     module:Class has x y             instances of the class have these members
 #     module:name                      the module has this name
 #
-# An optional capability may be absent; code that uses it checks for its form.
+# A capability that is not in `REQUIRED` may be absent; code that uses it checks for its form.
 _BASE = "vllm.v1.kv_offload.base"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
@@ -152,7 +152,6 @@ class Capability:
 
     name: str
     forms: Mapping[str, tuple[str, ...]]
-    optional: bool = False
 
     @property
     def form(self) -> str | None:
@@ -173,9 +172,9 @@ class Capability:
         yield from min(found, key=len)
 
 
-def _only(name: str, *needs: str, optional: bool = False) -> Capability:
+def _only(name: str, *needs: str) -> Capability:
     """Return a capability with one form."""
-    return Capability(name, {"yes": needs}, optional)
+    return Capability(name, {"yes": needs})
 
 
 #: The worker gets GPU block ids or, as in vLLM's pull request 56076, addresses of blocks' pages.
@@ -200,9 +199,7 @@ DEVICE_BLOCKS = Capability(
     },
 )
 #: The enumeration in which vLLM expects the tier of a load's tokens.
-HIT_SOURCES = _only(
-    "sources of loaded tokens", "vllm.v1.metrics.cache_hit_source:CacheHitSource", optional=True
-)
+HIT_SOURCES = _only("sources of loaded tokens", "vllm.v1.metrics.cache_hit_source:CacheHitSource")
 _WINDOW_CHUNKS = "get_sliding_window_size_in_chunks(kv_cache_spec, tokens_per_chunk)"
 #: vLLM's own function for the number of chunks that a window needs.
 WINDOW_CHUNKS = Capability(
@@ -212,35 +209,17 @@ WINDOW_CHUNKS = Capability(
         "offloading.scheduler": (f"{_OFFLOADING}.scheduler:{_WINDOW_CHUNKS}",),
     },
 )
-#: The method that the plugin wraps, and the fields that it reads and writes.
+#: The method that the plugin wraps, and the fields that it reads and writes. Without them, users
+#: name our connector in --kv-transfer-config.
 CONFIGURATION = _only(
     "configuration of a server",
     "vllm.config:VllmConfig._post_init_kv_transfer_config()",
     "vllm.config:CacheConfig has kv_offloading_size kv_offloading_backend",
     "vllm.config:KVTransferConfig has kv_connector kv_connector_module_path kv_role",
     "vllm.config:KVTransferConfig has kv_connector_extra_config kv_load_failure_policy",
-    optional=True,  # without it, users name our connector in --kv-transfer-config
 )
-_OPTIONAL = (
-    CONFIGURATION,
-    HIT_SOURCES,
-    _only(
-        "expedited loads",
-        f"{_BASE}:OffloadingWorker.submit_load(job_id, src_spec, dst_spec, expedited)",
-        optional=True,
-    ),
-    _only("labels of the configuration", f"{_BASE}:OffloadingManager.config_info", optional=True),
-    _only("lock of a step", f"{_BASE}:OffloadingManager.lock", optional=True),
-    _only("end of a reset", f"{_BASE}:OffloadingManager.on_reset_flushed", optional=True),
-    _only("hints of a request", f"{_BASE}:ReqContext has kv_hints", optional=True),
-    _only(
-        "sleep of the KV cache",
-        f"{_CONNECTOR}:KVConnectorBase_V1.unregister_kv_caches()",
-        f"{_CONNECTOR}:KVConnectorBase_V1.restore_kv_caches()",
-        optional=True,
-    ),
-)
-ALL = (
+#: The capabilities without which vLLM is refused.
+REQUIRED = (
     DEVICE_BLOCKS,
     _only(
         "failed loads",
@@ -321,14 +300,13 @@ ALL = (
         "vllm.v1.engine.core:EngineCore.add_request(request)",
     ),
     WINDOW_CHUNKS,
-    *_OPTIONAL,
 )
 
 
 def missing() -> Iterator[str]:
     """Yield the differences of those required capabilities that have none of the known forms."""
-    for capability in ALL:
-        if not capability.optional and capability.form is None:
+    for capability in REQUIRED:
+        if capability.form is None:
             yield from capability.differences()
 
 
