@@ -19,7 +19,6 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
 from vllm_nvmeof_offload.native import set_words_bytes
@@ -143,8 +142,8 @@ def _make(layout: SetLayout) -> int:
 
 def _follow(layout: SetLayout, member: int, end_s: float) -> int:
     """Receive the memory's file descriptor from the first member."""
-    for first in _tries(end_s):
-        with first:
+    while True:
+        with _socket(end_s) as first:
             try:
                 first.connect(layout.address)
             except ConnectionRefusedError:  # the first member does not listen yet
@@ -159,18 +158,14 @@ def _follow(layout: SetLayout, member: int, end_s: float) -> int:
             if message != _WELCOME or len(fds) != 1:
                 raise NoSetError("the first rank sent no memory for the set")
             return fds[0]
-    raise TimeoutError
-
-
-def _tries(end_s: float) -> Iterator[socket.socket]:
-    while time.monotonic() < end_s:
-        yield _socket(end_s)
 
 
 def _socket(end_s: float) -> socket.socket:
+    """Return a new socket with the remaining time as its timeout. TimeoutError: none remains."""
+    left_s = _left(end_s)
     # This socket type keeps messages whole and reports the end of the connection at once.
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    made.settimeout(_left(end_s))
+    made.settimeout(left_s)
     return made
 
 

@@ -21,10 +21,11 @@ import errno
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeVar
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolFormatError
@@ -54,6 +55,8 @@ _UNNAMED_OWNERS = range(OWNERS_MAX + 1, 1 << 15)
 _UNUSED_S = 60.0
 #: The shortest time between two searches for regions.
 _AGAIN_S = 0.5
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,10 +227,10 @@ class RegionFiles:
         self._wake = wake
         self._background = Background("nvmeof-attach", _OPENERS)
         self._lock = threading.Lock()
-        self._answers: list[OpenRegions] = []
+        self._answers: deque[OpenRegions] = deque()
         self._opening = 0
         self._sought: set[bytes] = set()  # regions named by peers, to search for
-        self._found: list[FoundPool] = []
+        self._found: deque[FoundPool] = deque()
         self._is_looking, self._look_again_s = False, 0.0
         self._open_fds: dict[int, int] = {}  # descriptors and their targets
         self._ended = False
@@ -238,15 +241,11 @@ class RegionFiles:
             self._opening += not full
         if full:
             self._answer(OpenRegions(command, error=errno.EAGAIN))
-            return
-        self._background.run(object(), partial(self._run, command, targets))
+        else:
+            self._background.run(object(), partial(self._run, command, targets))
 
     def take(self) -> list[OpenRegions]:
-        if not self._answers:
-            return []
-        with self._lock:
-            answers, self._answers = self._answers, []
-            return answers
+        return _drained(self._answers)
 
     def close(self, regions: Iterable[ForeignSlab]) -> None:
         with self._lock:
@@ -266,11 +265,7 @@ class RegionFiles:
         self._background.run("look", self._look)
 
     def take_found(self) -> list[FoundPool]:
-        if not self._found:
-            return []
-        with self._lock:
-            found, self._found = self._found, []
-            return found
+        return _drained(self._found)
 
     def end(self, abandon: bool = False) -> None:
         """Close all files, including those still being opened. `abandon` is as in `Pool.close`."""
@@ -304,8 +299,8 @@ class RegionFiles:
             self._looked(found)
 
     def _looked(self, found: list[FoundPool]) -> None:
+        self._found += dict.fromkeys(found)
         with self._lock:
-            self._found += dict.fromkeys(found)
             self._sought.clear()
             self._is_looking, self._look_again_s = False, time.monotonic() + _AGAIN_S
         if found:
@@ -332,8 +327,7 @@ class RegionFiles:
             self._answer(answer)
 
     def _answer(self, answer: OpenRegions) -> None:
-        with self._lock:
-            self._answers.append(answer)
+        self._answers.append(answer)
         self._wake()
 
     def _find(self, command: AttachCommand, targets: Sequence[int]) -> OpenRegions:
@@ -391,6 +385,11 @@ class RegionFiles:
                 self._open_fds.pop(fd, None)
             with contextlib.suppress(OSError):
                 os.close(fd)
+
+
+def _drained(queue: deque[_T]) -> list[_T]:
+    """Take what other threads have appended so far."""
+    return [queue.popleft() for _ in range(len(queue))]
 
 
 def _open_folder(pools: Folder, engine: str, rank: int) -> Folder:
