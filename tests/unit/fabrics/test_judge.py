@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.unit.fabrics.trees import Tree, local_nvme, one_path, two_paths, without_multipath
-from vllm_nvmeof_offload.commands.doctor.host import judge_alignment, nics_of
+from vllm_nvmeof_offload.commands.doctor.host import nics_of
 from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_kernel,
     judge_mount,
@@ -16,7 +16,6 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_paths,
     judge_pcie,
 )
-from vllm_nvmeof_offload.config import TargetInfo
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity
 from vllm_nvmeof_offload.fabric.machine import Gpu, Machine
 
@@ -260,18 +259,3 @@ def test_the_kernel(
     assert found.severity is severity
     assert evidence in found.evidence
     assert ("or later" in found.remedy) == (severity is WARNING)
-
-
-@pytest.mark.parametrize(
-    ("needed", "severity"),
-    [
-        (None, OK),
-        ((4, 512), OK),
-        ((512, 4096), OK),
-        ((512, 16384), WARNING),
-    ],
-)
-def test_alignment(needed: tuple[int, int] | None, severity: Severity) -> None:
-    found = judge_alignment(TargetInfo("/mnt/kv", "xfs", 1), needed)
-    assert found.severity is severity
-    assert ("unknown" in found.evidence) == (needed is None)

@@ -7,16 +7,13 @@ Each check tries the real operation where it can and leaves nothing behind.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import ipaddress
 import mmap
 import os
 import re
 import resource
-import struct
 import sys
-import tempfile
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,7 +24,6 @@ import numpy as np
 
 from vllm_nvmeof_offload.config import (
     ENV_PREFIX,
-    TargetInfo,
     check_space,
     check_targets,
     default_target,
@@ -60,21 +56,15 @@ from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
 from vllm_nvmeof_offload.pool.survey import Surveyed, find, survey
-from vllm_nvmeof_offload.units import GIB, MIB, PAGE_BYTES, format_bytes
+from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _DEPTH_MAX = 4
 #: The highest PCIe rate, in GT/s, with 8b/10b line encoding; higher rates use 128b/130b.
 _OLD_SPEED_MAX = 5.0
-_AT_EMPTY_PATH = 0x1000
-_STATX_DIOALIGN = 0x2000
-_STATX_BYTES = 256
-_ALIGNMENTS_AT = 152
 _PROBE_BYTES = 16 * MIB
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CAP_IPC_LOCK = 14
-
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 def check_host(staging_bytes: int) -> list[Finding]:
@@ -179,10 +169,10 @@ def check_target(target: str) -> list[Finding]:
         space = warning("free_space", f"{evidence}; it is the root file system", remedy)
     try:
         probe_o_direct(Path(info.path))
-        direct = judge_alignment(info, _direct_alignment(info.path))
+        direct = ok("o_direct", f"works on {info.file_system} in units of {PAGE_BYTES // KIB} KiB")
     except (OSError, PoolError) as why:
         evidence = f"does not work on {info.file_system}: {why}; buffered I/O is used instead"
-        direct = warning("o_direct", evidence, "put the pool on xfs or ext4")
+        direct = warning("o_direct", evidence, "put the pool on xfs or ext4 with 4 KiB blocks")
     return [access, direct, space]
 
 
@@ -230,33 +220,6 @@ def _region(one: Surveyed) -> str:
     unnamed = "" if one.adopts or not one.tag else ", unnamed: not shared"
     readers = ", ".join(f"pid {pid}" for pid in one.readers) or "no process"
     return f"{name}: lease {one.owner}; tag {tag}{unnamed}; read by {readers}"
-
-
-def _direct_alignment(directory: str) -> tuple[int, int] | None:
-    """Return the alignments in memory and in a file that O_DIRECT needs, or None if unknown."""
-    with tempfile.TemporaryFile(dir=directory) as file:
-        found = ctypes.create_string_buffer(_STATX_BYTES)
-        statx = getattr(_libc, "statx", None)  # older C libraries lack it, and `found` stays 0
-        if statx is not None:
-            statx(file.fileno(), b"", _AT_EMPTY_PATH, _STATX_DIOALIGN, found)
-    if not struct.unpack_from("=I", found)[0] & _STATX_DIOALIGN:
-        return None
-    memory_bytes, offset_bytes = struct.unpack_from("=II", found, _ALIGNMENTS_AT)
-    return memory_bytes, offset_bytes
-
-
-def judge_alignment(info: TargetInfo, needed: tuple[int, int] | None) -> Finding:
-    """Judge whether the pool's 4 KiB alignment suffices for O_DIRECT on this file system."""
-    evidence = f"works on {info.file_system}"
-    if needed is None:
-        return ok("o_direct", f"{evidence}; the required alignment is unknown")
-    memory, offset = map(format_bytes, needed)
-    evidence += f", aligned to {memory} in memory and {offset} in the file"
-    if max(needed) > PAGE_BYTES:
-        evidence += f"; the pool aligns to {format_bytes(PAGE_BYTES)}: buffered I/O is used instead"
-        remedy = "use a file system with 4 KiB blocks on a namespace formatted with 4 KiB blocks"
-        return warning("o_direct", evidence, remedy)
-    return ok("o_direct", evidence)
 
 
 def calibrate_gpus(open_gpu: Callable[[int], Cuda] = Cuda) -> list[Finding]:
