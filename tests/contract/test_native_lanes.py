@@ -51,9 +51,9 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
+from vllm_nvmeof_offload.worker.peer_reads import OwnRegion, Serve, ServeQueue
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionFiles
-from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
 
 from .rig import ENGINES, PAYLOAD_BYTES, STAGING_SLOTS, WAIT_S, content, name
 

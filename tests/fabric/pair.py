@@ -31,10 +31,9 @@ from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import LoadCommand, OpKind, SlotIdentity, Urgency
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import HEADER_BYTES, KIB
-from vllm_nvmeof_offload.worker.peer_reads import Peers
+from vllm_nvmeof_offload.worker.peer_reads import Peers, Serve, ServeQueue
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionFiles
-from vllm_nvmeof_offload.worker.serving import Serve, ServeQueue
 
 CHUNKS = 128
 LOADED_BYTES = CHUNKS * PAYLOAD_BYTES

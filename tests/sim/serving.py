@@ -13,7 +13,7 @@ from vllm_nvmeof_offload.errors import OutcomeKind
 from vllm_nvmeof_offload.peers.base import PeerRead, Served
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import TAG_BYTES, SlotIdentity
-from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
+from vllm_nvmeof_offload.worker.peer_reads import OwnRegion, Serve, ServeQueue
 
 from .base import Clock, Knobs, Violation
 from .memory import Memory

@@ -45,10 +45,16 @@ from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.units import slot_stride_bytes
 from vllm_nvmeof_offload.worker.membership import NoSetError, SetLayout, join_set
-from vllm_nvmeof_offload.worker.peer_reads import PeerLinks, Peers, open_links
+from vllm_nvmeof_offload.worker.peer_reads import (
+    OwnRegion,
+    PeerLinks,
+    Peers,
+    Serve,
+    ServeQueue,
+    open_links,
+)
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionFiles
-from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
 
 _INJECTOR = "vllm_nvmeof_bench.servers.faults"
 

@@ -61,9 +61,8 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB
-from vllm_nvmeof_offload.worker.peer_reads import Peering, PeerLinks, Peers
+from vllm_nvmeof_offload.worker.peer_reads import Peering, PeerLinks, Peers, Serve, Serving
 from vllm_nvmeof_offload.worker.regions import RegionOpener, Regions
-from vllm_nvmeof_offload.worker.serving import Serve, Serving
 
 #: A store or load: op, whether it is a store, batch, and the columns of `copy.geometry.JobBlocks`.
 Transfer: TypeAlias = tuple[

@@ -27,8 +27,8 @@ from vllm_nvmeof_offload.peers.base import Common, SlotMemory
 from vllm_nvmeof_offload.peers.server import PeerServer
 from vllm_nvmeof_offload.protocol import AttachCommand
 from vllm_nvmeof_offload.units import KIB
+from vllm_nvmeof_offload.worker.peer_reads import Serve, ServeQueue
 from vllm_nvmeof_offload.worker.regions import RegionFiles
-from vllm_nvmeof_offload.worker.serving import Serve, ServeQueue
 
 BLOCK_BYTES = 128 * KIB
 #: The loading server, whose directory is the first one.

@@ -32,7 +32,7 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.stream.load import Rig
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.peers.base import PeerRead
-from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
+from vllm_nvmeof_offload.worker.peer_reads import OwnRegion, Serve, ServeQueue
 
 #: Sizes of the helper's own loads, in chunks.
 _SIZES = (4, 16)

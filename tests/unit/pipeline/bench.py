@@ -44,10 +44,9 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.staging import SetMap, StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
-from vllm_nvmeof_offload.worker.peer_reads import Peers
+from vllm_nvmeof_offload.worker.peer_reads import OwnRegion, Peers, Serve, ServeQueue
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionOpener
-from vllm_nvmeof_offload.worker.serving import OwnRegion, Serve, ServeQueue
 
 STRIDE = HEADER_BYTES + 4096
 PIECES = [np.array([[1 << 30, 0, 4096]], np.uint64)]
