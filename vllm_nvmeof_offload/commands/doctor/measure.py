@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
 import random
 import select
 import shutil
@@ -30,7 +29,8 @@ from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency, place_of
-from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, format_bytes, slot_stride_bytes
+from vllm_nvmeof_offload.staging import Staging
+from vllm_nvmeof_offload.units import MIB, format_bytes, slot_stride_bytes
 
 PAYLOAD_BYTES = 2 * MIB
 #: With headers, the slots take less than 128 MiB. They are written twice, because the first writes
@@ -70,8 +70,11 @@ def measure(target: str, on_progress: Progress) -> Measured:
     """
     try:
         with _pool(target) as pool:
-            memory, address = _staging(pool)
-            engine, _ = choose_io_engine("auto", pool, memory, address, TUNING)
+            staging = Staging(pool.slot_bytes, _DEPTH, 0)
+            # Bytes that no device can compress.
+            staging.view[:] = np.random.default_rng(_SEED).bytes(staging.size_bytes)
+            address = staging.map.base_address
+            engine, _ = choose_io_engine("auto", pool, staging.view, address, TUNING)
             runner = _Runner(engine, pool, address)
             try:
                 return _phases(runner, engine.name, on_progress)
@@ -135,18 +138,6 @@ def _pool(target: str) -> Iterator[Pool]:
     finally:
         pool.close()
         shutil.rmtree(directory, ignore_errors=True)
-
-
-def _staging(pool: Pool) -> tuple[memoryview, int]:
-    """Return memory for `_DEPTH` operations, filled with bytes that no device can compress."""
-    size = _DEPTH * pool.slot_bytes
-    region = mmap.mmap(-1, size)
-    with contextlib.suppress(OSError):
-        region.madvise(mmap.MADV_HUGEPAGE)  # like the server's staging
-    buffer = np.frombuffer(region, np.uint8)
-    buffer[:] = np.frombuffer(np.random.default_rng(_SEED).bytes(size), np.uint8)
-    assert buffer.ctypes.data % PAGE_BYTES == 0
-    return buffer.data, buffer.ctypes.data
 
 
 class _Runner:
