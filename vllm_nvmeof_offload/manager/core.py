@@ -77,7 +77,6 @@ __all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
 _SIGHTINGS_MIN = 1 << 16
 #: The sources, indexed by the number that the native look-up returns.
 _SOURCES = (None, Source.CPU, Source.POOL, Source.SHARED)
-_STATES = {int(state): state for state in State}
 #: The tiers that a look-up may hit, as bits.
 FROM_CPU, FROM_POOL = 1, 2
 #: Values of `wanted` in `Tiers.plan_store`: store the chunk to keep it, or provisionally.
@@ -381,11 +380,6 @@ class ManagerCore:
             op.owner = owner
             self._unsent.append(AttachCommand(op.number, owner, engine_index, pool_uuid))
 
-    def _detach(self) -> None:
-        """Make the ranks close the regions of engines that no longer exist."""
-        assert self._foreign is not None
-        self._unsent += map(DetachCommand, self._foreign.take_detachments())
-
     def _hint(self) -> list[Command]:
         """Report to other engines which of their chunks we read repeatedly."""
         assert self._foreign is not None
@@ -446,9 +440,11 @@ class ManagerCore:
             commands.append(FetchCommand(op.number, columns_of(fetches), urgency))
         if self._foreign is not None:
             self._tiers.heed_hints(_HINTS_MAX)
-        if borrows:
-            commands += self._hint()
-            self._detach()  # sent with the next step, because this step's loads may use the regions
+            if borrows:
+                commands += self._hint()
+                # The ranks close the regions of engines that no longer exist with the next step,
+                # because this step's loads may use the regions.
+                self._unsent += map(DetachCommand, self._foreign.take_detachments())
         return commands
 
     def report(self, reports: Iterable[Report]) -> None:
@@ -715,7 +711,7 @@ class ManagerCore:
     def entries(self) -> list[Entry]:
         """Return all entries, for inspection."""
         return [
-            Entry(_STATES[state], generation, cache, place, key)
+            Entry(State(state), generation, cache, place, key)
             for state, generation, cache, place, key in self._tiers.entries()
         ]
 
