@@ -29,9 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingWorkerMetadata,
 )
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import build_offloading_config
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import (
-    OffloadingConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
@@ -47,17 +45,9 @@ from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
 from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches, groups_of, keep_boundaries
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.new_weights import OldKV, logged_in_one_line
-from vllm_nvmeof_offload.vllm_adapter.scheduler_view import (
-    SchedulerView,
-    key_bytes_of,
-    timed,
-)
+from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, key_bytes_of, timed
 from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings
-from vllm_nvmeof_offload.vllm_adapter.supported import (
-    count_nodes,
-    refuse_unsupported,
-    replica_of,
-)
+from vllm_nvmeof_offload.vllm_adapter.supported import count_nodes, refuse_unsupported, replica_of
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker, worker_class
 
 __all__ = [

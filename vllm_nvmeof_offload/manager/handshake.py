@@ -12,13 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.groups import (
-    SET_SIZE_MAX,
-    Group,
-    GroupKind,
-    group_ids_of,
-    leading,
-)
+from vllm_nvmeof_offload.groups import SET_SIZE_MAX, Group, GroupKind, group_ids_of, leading
 from vllm_nvmeof_offload.protocol import (
     AHEAD_CACHE_SHARE,
     CACHE_ROWS_MAX,

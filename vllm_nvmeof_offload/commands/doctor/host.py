@@ -45,11 +45,7 @@ from vllm_nvmeof_offload.fabric.topology import (
     read_pcie_link,
 )
 from vllm_nvmeof_offload.io.native import UringDeniedError, explain_denial
-from vllm_nvmeof_offload.limits import (
-    memory_bytes,
-    memory_left_bytes,
-    space_bytes,
-)
+from vllm_nvmeof_offload.limits import memory_bytes, memory_left_bytes, space_bytes
 from vllm_nvmeof_offload.metrics import PREFIX
 from vllm_nvmeof_offload.mounts import MOUNTINFO
 from vllm_nvmeof_offload.native import core
