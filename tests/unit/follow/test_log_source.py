@@ -429,6 +429,7 @@ import mmap, sys
 from pathlib import Path
 import numpy as np
 from tests.unit.pool.kit import PAYLOAD_BYTES, make_spec, name
+from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.io.base import IoOp
 from vllm_nvmeof_offload.io.native import NativeIoEngine
 from vllm_nvmeof_offload.pool.pool import Pool
