@@ -12,15 +12,7 @@ from functools import partial
 from typing import Any
 
 from vllm_nvmeof_bench import results
-from vllm_nvmeof_bench.report import (
-    NOTHING,
-    Column,
-    Report,
-    Table,
-    arm_columns,
-    by,
-    by_arm,
-)
+from vllm_nvmeof_bench.report import NOTHING, Column, Report, Table, arm_columns, by, by_arm
 from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import distinct, mean, median, median_of, paired, select, spread_of
 

@@ -33,12 +33,7 @@ from typing import Any
 import numpy as np
 
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.reports.serve import (
-    HitSample,
-    TtftSample,
-    TurnSample,
-    throughput_ratios,
-)
+from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample, throughput_ratios
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
 from vllm_nvmeof_bench.serve.fleet import Part, Run
