@@ -65,14 +65,14 @@ def wait_free(io: LateFile, path: Path) -> LeasePage | None:
 def keep(lease: Lease, rng: random.Random) -> None:
     """Hold it for a while; then release it, or leave it as a killed process does."""
     permit, grants = lease.permit, []
-    keeper = Keeper(lease.io, lease.page.owner, LEASING.takeover_s, permit)
+    keeper = Keeper(lease.page.owner, LEASING.takeover_s, permit)
     end_s = time.monotonic() + 2 * rng.random()
     while not permit.is_lost:
         grants.append((boot_ns(), permit.until_ns))
         if time.monotonic() >= end_s:
             break
         time.sleep(LEASING.beat_s)
-        keeper.renew(epoch=1)
+        keeper.renew(lease.io, epoch=1)
     ended_ns = boot_ns()
     if rng.random() < 0.5:
         lease.release()

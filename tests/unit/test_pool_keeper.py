@@ -168,9 +168,9 @@ def test_a_replaced_file_at_the_path_is_not_written(held: Held, tmp_path: Path) 
     path.rename(tmp_path / "ours")
     path.write_bytes(b"theirs")
     path.chmod(0o600)
-    keeper = Keeper(PageFile(path, held.lock.lease), lease.page.owner, 30.0, lease.permit)
+    keeper = Keeper(lease.page.owner, 30.0, lease.permit)
     with pytest.raises(OSError, match="another file"):
-        keeper.renew(epoch=1)
+        keeper.renew(PageFile(path, held.lock.lease), epoch=1)
     held.region.release()
     assert path.read_bytes() == b"theirs"
 

@@ -54,13 +54,11 @@ class Keeper:
 
     def __init__(
         self,
-        io: PageIo,
         owner: bytes,
         takeover_s: float,
         permit: Permit,
         clock: Callable[[], int] = boot_ns,
     ) -> None:
-        self._io = io
         self._owner = owner
         self._takeover_ns = round(1e9 * takeover_s)
         self._permit_ns = self._takeover_ns // 3
@@ -76,16 +74,15 @@ class Keeper:
         #: Renewals that started before this time open no permit.
         self._opens_ns = 0
 
-    def renew(self, epoch: int, io: PageIo | None = None) -> None:
+    def renew(self, io: PageIo, epoch: int) -> None:
         """Renew once, restore the page, or claim it again. Does nothing if the lease is lost.
 
-        `io` replaces the former page file. Raises OSError if the page cannot be read or written.
+        Raises OSError if the page cannot be read or written.
         """
-        self._io = io or self._io
         begun_ns = self._clock()
         if self._permit.is_lost:
             return
-        found = read_lease(self._io)
+        found = read_lease(io)
         is_late = self._is_late()
         newest = 0 if self._page is None else self._page.generation
         is_ours = False
@@ -104,7 +101,7 @@ class Keeper:
             return
         newest, beat = self._page.generation + claims, self._page.beat + 1
         self._page = replace(self._page, generation=newest, beat=beat, epoch=epoch)
-        self._io.write(self._page.encode())
+        io.write(self._page.encode())
         written_ns = self._clock()
         if written_ns >= self._renewed_ns + self._wait_ns:
             self._opens_ns = written_ns + self._wait_ns
@@ -192,7 +189,7 @@ class _Renewed:
     def __init__(self, order: Order, permits: Permits) -> None:
         permit = permits.word(order.permit, is_limited=order.in_group)
         owner = bytes.fromhex(order.owner)
-        self._keeper = Keeper(PageFile(Path(order.path)), owner, order.takeover_s, permit)
+        self._keeper = Keeper(owner, order.takeover_s, permit)
         self._order = order
         self._due = threading.Event()
         threading.Thread(target=self._run, daemon=True).start()
@@ -209,7 +206,7 @@ class _Renewed:
             order = self._order
             file = None if order.file is None else FileId(*order.file)
             try:
-                self._keeper.renew(order.epoch, PageFile(Path(order.path), file))
+                self._keeper.renew(PageFile(Path(order.path), file), order.epoch)
                 failing = False
             except OSError as error:
                 if not failing:  # log once until it works again

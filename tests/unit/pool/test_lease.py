@@ -122,7 +122,7 @@ class Kept:
         self.content = PAGE.encode()
         self.permit = Permit(ctypes.c_uint64())
         self.permit.grant(int(110e9))
-        self.keeper = Keeper(self, PAGE.owner, 30.0, self.permit, lambda: int(self.now_s * 1e9))
+        self.keeper = Keeper(PAGE.owner, 30.0, self.permit, lambda: int(self.now_s * 1e9))
 
     def read(self) -> bytes:
         return self.content
@@ -146,14 +146,14 @@ class Kept:
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s += 1.0
-            self.keeper.renew(epoch=6)
+            self.keeper.renew(self, epoch=6)
         return self.until_s
 
 
 def test_a_renewal_permits_writes_for_a_third_of_the_takeover_from_its_begin() -> None:
     kept = Kept()
     kept.now_s, kept.delay_s = 105.0, 3.0
-    kept.keeper.renew(epoch=6)
+    kept.keeper.renew(kept, epoch=6)
     assert kept.until_s == 115
     page = LeasePage.decode(kept.content)
     assert page == replace(PAGE, beat=PAGE.beat + 1, epoch=6)
@@ -162,7 +162,7 @@ def test_a_renewal_permits_writes_for_a_third_of_the_takeover_from_its_begin() -
 def test_a_renewal_that_ends_late_permits_nothing_for_half_a_takeover() -> None:
     kept = Kept()
     kept.delay_s = 25.0
-    kept.keeper.renew(epoch=6)
+    kept.keeper.renew(kept, epoch=6)
     assert kept.until_s == 110 < kept.now_s, "it began 25 s ago"
     kept.delay_s = 0.0
     assert kept.run(14.0) == 110, "the page that it wrote may have replaced another one"
@@ -174,7 +174,7 @@ def test_an_outage_suspends_writes_and_the_lease_is_claimed_again() -> None:
     """The page's storage gives no answer for longer than the takeover."""
     kept = Kept()
     kept.delay_s = 40.0
-    kept.keeper.renew(epoch=6)
+    kept.keeper.renew(kept, epoch=6)
     assert (kept.until_s, kept.permit.is_lost) == (110, False)
     before, kept.delay_s = kept.page, 0.0
     kept.run(14.0)
@@ -190,9 +190,9 @@ def test_a_late_owner_that_finds_another_one_has_lost_whatever_its_generation() 
     for generation in (1, PAGE.generation, 9):
         kept = Kept()
         kept.delay_s = 40.0
-        kept.keeper.renew(epoch=6)
+        kept.keeper.renew(kept, epoch=6)
         kept.content = theirs = replace(OTHER, generation=generation).encode()
-        kept.keeper.renew(epoch=6)
+        kept.keeper.renew(kept, epoch=6)
         assert kept.permit.is_lost
         assert kept.content == theirs
 
@@ -200,7 +200,7 @@ def test_a_late_owner_that_finds_another_one_has_lost_whatever_its_generation() 
 def test_a_claim_that_another_one_replaces_permits_nothing() -> None:
     kept = Kept()
     kept.delay_s = 40.0
-    kept.keeper.renew(epoch=6)
+    kept.keeper.renew(kept, epoch=6)
     kept.delay_s = 0.0
     kept.run(18.0)
     assert kept.page.generation == PAGE.generation + 1
@@ -212,13 +212,13 @@ def test_a_claim_that_another_one_replaces_permits_nothing() -> None:
 def test_another_owner_in_the_page_ends_the_lease_for_good() -> None:
     for generation in (PAGE.generation, PAGE.generation + 1):
         kept = Kept()
-        kept.keeper.renew(epoch=6)
+        kept.keeper.renew(kept, epoch=6)
         kept.content = theirs = replace(OTHER, generation=generation).encode()
-        kept.keeper.renew(epoch=6)
+        kept.keeper.renew(kept, epoch=6)
         assert kept.permit.is_lost
         assert kept.content == theirs
         kept.content = PAGE.encode()
-        kept.keeper.renew(epoch=6)
+        kept.keeper.renew(kept, epoch=6)
         assert kept.permit.is_lost
 
 
@@ -234,10 +234,10 @@ def test_another_owner_in_the_page_ends_the_lease_for_good() -> None:
 )
 def test_a_wrong_page_is_replaced_and_nothing_is_lost(wrong: bytes) -> None:
     kept = Kept()
-    kept.keeper.renew(epoch=6)
+    kept.keeper.renew(kept, epoch=6)
     kept.content, until_s = wrong, kept.until_s
     kept.now_s += 3.0
-    kept.keeper.renew(epoch=6)
+    kept.keeper.renew(kept, epoch=6)
     assert (kept.page.owner, kept.page.generation) == (PAGE.owner, PAGE.generation)
     assert kept.until_s == until_s, "only a page with our name permits anything"
     assert kept.run(3.0) == kept.now_s + 10.0
@@ -248,7 +248,7 @@ def test_a_page_that_cannot_be_read_leaves_the_permit_to_run_out() -> None:
     for content in (b"", b"\1" * 4096):
         kept.content = content
         with pytest.raises(OSError, match=r"no owner.*damaged"):
-            kept.keeper.renew(epoch=6)
+            kept.keeper.renew(kept, epoch=6)
         assert kept.until_s == 110
 
 

@@ -202,7 +202,7 @@ class Runs:
     def _keep(self, lease: Lease, permit: Permit) -> None:
         """Live for a while; then end in order, or be killed."""
         owner = lease.page.owner
-        keeper = Keeper(self._page, owner, TAKEOVER_S, permit, partial(self._clock_ns, permit))
+        keeper = Keeper(owner, TAKEOVER_S, permit, partial(self._clock_ns, permit))
         end_s = self.world.now_s + self._faults.life_s * self._rng.random()
         while self.world.now_s < end_s and not permit.is_lost:
             self.world.sleep(self._leasing.beat_s)
@@ -210,7 +210,7 @@ class Runs:
                 self._slept_s[permit] += (slept_s := 200 * self._rng.random())
                 self.world.sleep(slept_s)
             with contextlib.suppress(OSError):
-                keeper.renew(epoch=1)
+                keeper.renew(self._page, epoch=1)
         self.lost += permit.is_lost
         if self._rng.random() < 0.5:
             lease.release()
