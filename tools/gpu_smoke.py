@@ -21,6 +21,7 @@ from vllm_nvmeof_bench.copy.world import World, load_theirs
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.calibration import KvDevice
 from vllm_nvmeof_offload.copy.driver import Cuda, compile_kernels
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
@@ -127,7 +128,7 @@ def report_fence(
     staging = Staging(2 * MIB, 6, 2, numa_node=cuda.facts.numa_node)
     memory = cuda.allocate(staging.size_bytes)
     starts = np.array([memory], np.uint64)
-    engine, _ = KvDevice(cuda, stream).copy_engine("dma", staging.map, starts, lambda: None)
+    engine, _ = KvDevice(cuda, stream).copy_engine("dma", staging.map, starts, Waker())
     rows = np.array([[memory, staging.map.base_address, 2 * MIB]], np.uint64)
     old = engine.record_fence()
     cuda.synchronize_stream(stream())

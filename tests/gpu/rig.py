@@ -4,20 +4,20 @@
 from __future__ import annotations
 
 import mmap
-import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 
 from tests.gpu.device import Device
+from tests.unit.copies.rig import Signals
 from vllm_nvmeof_offload.copy.base import Backend, CopyEngine, Direction, Payloads
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier, KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.gpu_checksums import GpuChecksums
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 
@@ -68,7 +68,7 @@ class Rig:
         layers: int = 3,
         blocks: int = 48,
         per_chunk: int = 3,
-        on_done: Callable[[], None] | None = None,
+        waker: Waker | None = None,
         checksums: bool = False,
     ) -> None:
         self.device = device
@@ -86,11 +86,10 @@ class Rig:
         self._memory = mmap.mmap(-1, slot * self.slots)
         self.staging = np.frombuffer(self._memory, np.uint8).reshape(self.slots, slot)
         self.map = StagingMap(self.staging.ctypes.data, slot, self.slots - 1, 1)
-        self._rung = threading.Semaphore(0)
+        self._rung = Signals()
         self._done: dict[int, bool] = {}
-        on_done = on_done or self._rung.release
         starts = np.array([t.address for t in self.tensors], np.uint64)
-        self.engine = _engine(device, backend, self.map, starts, on_done, checksums)
+        self.engine = _engine(device, backend, self.map, starts, waker or self._rung, checksums)
 
     def submit(
         self,
@@ -161,7 +160,7 @@ def _engine(
     backend: Backend,
     staging: StagingMap,
     starts: np.ndarray,
-    on_done: Callable[[], None],
+    waker: Waker,
     checksums: bool,
 ) -> CopyEngine:
     """An engine over a GPU with registrations of five slots and one backend for all copies.
@@ -170,11 +169,11 @@ def _engine(
     """
     cuda = device.cuda
     if cuda is None:
-        return HostCopyEngine(on_done)
-    pins = StagingPinning(cuda, staging, on_done, 5 * staging.slot_bytes)
+        return HostCopyEngine(waker.wake)
+    pins = StagingPinning(cuda, staging, waker.wake, 5 * staging.slot_bytes)
     kernel = KernelCopier(cuda, device.kernel()) if backend is Backend.KERNEL else None
     crcs = GpuChecksums(cuda, device.crc_kernel()) if checksums else None
     copiers = Copiers(DmaCopier(cuda), kernel, lambda _, __: backend, crcs)
-    engine = CudaCopyEngine(cuda, device.model_stream, copiers, pins, starts, on_done)
+    engine = CudaCopyEngine(cuda, device.model_stream, copiers, pins, starts, waker)
     pins.start()
     return engine

@@ -21,6 +21,7 @@ from vllm_nvmeof_offload.copy.calibration import KvDevice
 from vllm_nvmeof_offload.copy.cuda import KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -58,7 +59,7 @@ class _Pipeline:
         address = self.staging.map.base_address
         self.io = choose_io_engine("auto", self.pool, self.staging.view, address, TUNING)[0]
         self.copy, _ = KvDevice(device.cuda, device.model_stream).copy_engine(
-            backend.value, self.staging.map, self.geometry.starts, on_done=lambda: None
+            backend.value, self.staging.map, self.geometry.starts, Waker()
         )
         length = self.geometry.payload_bytes
         pump = TransferLimits(

@@ -28,7 +28,7 @@ LONGEST_S = ROUNDS / 2
 def test_the_thread_is_woken_by_every_copy(device: Device, backend: Backend) -> None:
     rng = np.random.default_rng(11)
     waker = Waker()
-    rig = Rig(device, "per_layer", backend, 4096, on_done=waker.wake)
+    rig = Rig(device, "per_layer", backend, 4096, waker=waker)
     io = NoIoEngine()
     config = TransferLimits(group_bytes=(rig.geometry.payload_bytes,))
     pipeline = TransferPipeline(rig.map, rig.engine, io, config)

@@ -37,7 +37,7 @@ class _Rank:
 
     def __init__(self) -> None:
         waker = Waker()
-        self.rig = Rig(StubDevice(), "contiguous", Backend.DMA, 4096, on_done=waker.wake)
+        self.rig = Rig(StubDevice(), "contiguous", Backend.DMA, 4096, waker=waker)
         self.cuda = cast(FakeCuda, self.rig.device.cuda)
         io = NoIoEngine()
         config = TransferLimits(group_bytes=(self.rig.geometry.payload_bytes,))

@@ -44,6 +44,7 @@ from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.machine import gpu_warnings
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.staging import Staging, StagingMap
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -422,7 +423,7 @@ class KvDevice:
         backend: str,
         staging: StagingMap,
         cache_starts: npt.NDArray[np.uint64],
-        on_done: Callable[[], None],
+        waker: Waker,
         checksum_at: str = "cpu",
     ) -> tuple[CopyEngine, tuple[str, ...]]:
         """Build the copy engine. Return it and its fallbacks: lines that name what is missing, and
@@ -430,21 +431,21 @@ class KvDevice:
 
         `backend` is auto or the value of a `Backend`, and is ignored for CPU memory. `cache_starts`
         are the addresses of the KV cache tensors. `staging` must be unused, because auto overwrites
-        a part of it. With `checksum_at` "gpu" the GPU computes checksums if it can; copies in CPU
-        memory compute them anyway. Raises: EngineError: staging cannot be registered, or `kernel`
-        is required and unavailable.
+        a part of it. `waker` is set when there may be something to poll. With `checksum_at` "gpu"
+        the GPU computes checksums if it can; copies in CPU memory compute them anyway. Raises:
+        EngineError: staging cannot be registered, or `kernel` is required and unavailable.
         """
         if self.cuda is None:
-            return HostCopyEngine(on_done=on_done), ()
+            return HostCopyEngine(on_done=waker.wake), ()
         fallbacks: list[str] = []
         if not self.cuda.has_batch:
             fallbacks.append("copies: this driver lacks the batch call of CUDA 12.8 and later")
-        pins = StagingPinning(self.cuda, staging, on_done)
+        pins = StagingPinning(self.cuda, staging, waker.wake)
         try:
             copiers = _copiers(self.cuda, backend, pins.first, fallbacks)
             copiers = replace(copiers, checksums=_checksums(self.cuda, checksum_at, fallbacks))
             engine = CudaCopyEngine(
-                self.cuda, self.model_stream, copiers, pins, cache_starts, on_done
+                self.cuda, self.model_stream, copiers, pins, cache_starts, waker
             )
         except BaseException:
             pins.close()

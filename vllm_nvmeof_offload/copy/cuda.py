@@ -5,8 +5,10 @@ Each direction has one stream, which never waits for the model. Instead, a ticke
 `poll` finds that its fence has passed. So each ticket waits only for its own fence, and two streams
 suffice. A wait on the stream would delay every later ticket with an older fence, for a whole
 forward pass. A started ticket is a copy and then an event on the stream; `poll`
-queries the events. Only `close` waits for the GPU. The model's thread makes at most two driver
-calls per fence: to create its event, if none is idle, and to record it.
+queries the events. Native code submits both, and native threads wait for the events, so nothing
+takes the interpreter lock between a copy's first call and the signal of its end. Only `close` waits
+for the GPU. The model's thread makes at most two driver calls per fence: to create its event, if
+none is idle, and to record it.
 
 If the GPU computes checksums, each direction has a second stream for them, and a ticket with
 payloads ends on that stream. A store's checksums are computed alongside its copy, because its
@@ -23,11 +25,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import errno
-import queue
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -45,16 +46,23 @@ from vllm_nvmeof_offload.copy.base import (
     sides,
     spans,
 )
-from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda, CudaError
+from vllm_nvmeof_offload.copy.driver import (
+    NO_END,
+    ORDER_ANY,
+    ORDER_STREAM,
+    Cuda,
+    CudaError,
+    End,
+)
 from vllm_nvmeof_offload.copy.gpu_checksums import Checksums, GpuChecksums
 from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
+from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.units import KIB, MIB
 
-#: The most copies per driver call. The driver needs 0.4 µs for each, and the GPU seems to start
-#: when a call returns. On an H200, calls of 64 copies of 512 KiB reached 0.99 of the rate of one
-#: contiguous copy, and calls of 1000 reached 0.92 to 0.93. Smaller calls cost the host more.
-_CALL_COPIES_MAX = 64
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.io.base import Waker
+
 _THREADS = 512
 _LANES = 32
 #: The most bytes in a part, the unit that one warp copies; a multiple of 16 preserves alignment.
@@ -78,9 +86,15 @@ class DmaCopier:
         self._cuda = cuda
 
     def copy(
-        self, direction: Direction, pieces: Descriptors, stream: int, *, overlap: bool = False
+        self,
+        direction: Direction,
+        pieces: Descriptors,
+        stream: int,
+        *,
+        overlap: bool = False,
+        end: End = NO_END,
     ) -> None:
-        """Submit pieces, as returned by `coalesce`, to `stream`.
+        """Submit pieces, as returned by `coalesce`, to `stream`, and then their end.
 
         `overlap` sets CUDA 13.1's hint that copies should overlap with compute; it is ignored if
         the driver has no batch call.
@@ -89,17 +103,11 @@ class DmaCopier:
         order, after the fence. A load reads staging, which no kernel writes and which is already
         complete (docs/protocol.md, rule 3), so the driver may read it at once.
         """
-        destinations, sources, sizes = sides(direction, pieces)
-        if not self._cuda.has_batch:
-            for one in zip(destinations.tolist(), sources.tolist(), sizes.tolist(), strict=True):
-                self._cuda.copy(*one, stream)
-            return
+        columns = sides(direction, pieces)
         order = ORDER_STREAM if direction is Direction.STORE else ORDER_ANY
-        to, source, size = map(address_of, (destinations, sources, sizes))
-        for start in range(0, len(sizes), _CALL_COPIES_MAX):
-            count = min(_CALL_COPIES_MAX, len(sizes) - start)
-            at = start * sizes.itemsize
-            self._cuda.copy_batch((to + at, source + at, size + at), count, stream, order, overlap)
+        count = len(pieces)
+        to, source, size = map(address_of, columns) if count else (0, 0, 0)
+        self._cuda.submit_copies((to, source, size), count, stream, order, overlap, end)
 
 
 class Table:
@@ -135,9 +143,15 @@ class KernelCopier:
             self._idle.append(Table(self._memory + number * _TABLE_BYTES, self._idle))
 
     def copy(
-        self, direction: Direction, pieces: Descriptors, stream: int, used: list[Table]
+        self,
+        direction: Direction,
+        pieces: Descriptors,
+        stream: int,
+        used: list[Table],
+        end: End = NO_END,
     ) -> bool:
-        """Submit pieces to `stream`. Returns False, with nothing done, if too few tables are idle.
+        """Submit pieces to `stream`, and then their end. Returns False, with nothing done, if too
+        few tables are idle.
 
         Appends the tables to `used` before the kernel reads them, even if an error follows; the
         caller gives them back when the stream has passed this point.
@@ -145,12 +159,15 @@ class KernelCopier:
         parts = cut(*sides(direction, pieces))
         if -(-len(parts) // DESCRIPTORS_MAX) > len(self._idle):
             return False
+        launches: list[tuple[int, int, int]] = []
         for start in range(0, len(parts), DESCRIPTORS_MAX):
             rows = parts[start : start + DESCRIPTORS_MAX]
             table = self._idle.popleft()
             used.append(table)
             table.rows[: len(rows)] = rows
-            self._launch(table.address, rows[:, 2], stream)
+            launches += self._launches(table.address, rows[:, 2])
+        array = np.array(launches, np.uint64)
+        self._cuda.submit_launches(self._kernel, _THREADS, array, stream, end)
         return True
 
     def close(self) -> None:
@@ -158,11 +175,12 @@ class KernelCopier:
         self._idle.clear()
         self._cuda.free_host(self._memory)
 
-    def _launch(self, table: int, sizes: npt.NDArray[np.uint64], stream: int) -> None:
+    def _launches(
+        self, table: int, sizes: npt.NDArray[np.uint64]
+    ) -> Iterator[tuple[int, int, int]]:
         for first, count in spans(sizes, LAUNCH_BYTES_MAX):
             blocks = min(self._blocks_max, -(-count * _LANES // _THREADS))
-            row = table + first * _ROW_BYTES
-            self._cuda.launch(self._kernel, blocks, _THREADS, stream, (row, count))
+            yield blocks, table + first * _ROW_BYTES, count
 
 
 def cut(
@@ -185,16 +203,17 @@ def cut(
 
 @dataclass(slots=True, eq=False)
 class Fence:
-    """One recording of an event. The event is reused once nothing refers to this fence any more."""
+    """One recording of an event. The event is reused once nothing refers to this fence any more,
+    and the thread that waits for it no longer needs it."""
 
     event: int
     number: int
-    idle: deque[int]
+    idle: deque[tuple[int, int]]
     passed: bool = False  # whether the GPU is known to have passed it
-    watched: bool = False
+    watched: int = 0  # its number at the waiter; 0 if it is not watched
 
     def __del__(self) -> None:
-        self.idle.append(self.event)
+        self.idle.append((self.event, self.watched))
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,51 +237,11 @@ class _Launched:
     ticket: int
     event: int = 0
     recorded: bool = False  # whether `event` marks its end
-    watched: bool = False
+    watched: int = 0  # the event's number at the waiter; 0 if it is not watched
     outcome: Outcome = OK
     tables: list[Table] = field(default_factory=list)
     checksums: Checksums | None = None  # until they are given back
     checksums_failed: bool = False  # whether they may end after `event`
-
-
-class CopyWaiter:
-    """A thread that blocks in the driver until the oldest watched event is done.
-
-    The pipeline's thread sleeps on file descriptors, and CUDA events have none. This thread only
-    calls `on_done` when there is something to poll; the engine's `poll` finds what has finished.
-    """
-
-    def __init__(self, cuda: Cuda, on_done: Callable[[], None], name: str) -> None:
-        self._cuda = cuda
-        self._on_done = on_done
-        self._queue: queue.SimpleQueue[Fence | _Launched | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def watch(self, one: Fence | _Launched) -> None:
-        """Call `on_done` when the event of `one` is done.
-
-        Events must be watched in the order in which `poll` reports them, because the thread waits
-        for one after another. `watched` stays set until this thread no longer needs the event.
-        """
-        one.watched = True
-        self._queue.put(one)
-
-    def close(self) -> None:
-        """End the thread after the last watched event. Call this only when all watched events will
-        be done soon."""
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        with contextlib.suppress(CudaError):  # after a failure, each wait below fails too
-            self._cuda.enter_own_thread()
-        while (one := self._queue.get()) is not None:
-            with contextlib.suppress(CudaError):  # `poll` gets the same error, and logs it
-                self._cuda.synchronize_event(one.event)
-            one.watched = False
-            del one  # before the call, after which its event may be reused
-            self._on_done()
 
 
 class Fences:
@@ -272,16 +251,16 @@ class Fences:
     check the oldest open one. The model's thread records them; the engine's thread makes all other
     calls.
 
-    `on_passed` is called from a thread when an announced fence has passed; None for no calls.
+    `waiter` signals that an announced fence has passed; None if the caller polls.
     """
 
     def __init__(
-        self, cuda: Cuda, model_stream: Callable[[], int], on_passed: Callable[[], None] | None
+        self, cuda: Cuda, model_stream: Callable[[], int], waiter: core.EventWaiter | None
     ) -> None:
         self._cuda = cuda
         self._model_stream = model_stream
-        self._waiter = CopyWaiter(cuda, on_passed, "nvmeof-fences") if on_passed else None
-        self._idle: deque[int] = deque()
+        self._waiter = waiter
+        self._idle: deque[tuple[int, int]] = deque()  # events, and their numbers at the waiter
         self._count = 0
         # Oldest first: fences not yet seen to have passed, and those not yet given to the waiter.
         self._open: deque[Fence] = deque()
@@ -290,9 +269,10 @@ class Fences:
     def record(self) -> Fence:
         """Record a fence on the model's thread, with at most two driver calls."""
         self._cuda.make_current()
-        try:
-            event = self._idle.popleft()
-        except IndexError:
+        # Only this thread takes events, so the first one does not change in between.
+        if self._idle and _is_over(self._waiter, self._idle[0][1]):
+            event, _ = self._idle.popleft()
+        else:
             event = self._cuda.create_event()
         self._count += 1
         fence = Fence(event, self._count, self._idle)
@@ -309,7 +289,7 @@ class Fences:
             self._unannounced.popleft()
 
     def announce(self, fence: Fence) -> None:
-        """Have `on_passed` called when `fence` passes.
+        """Have the waiter signal that `fence` has passed.
 
         The waiter also gets every older fence. Otherwise it could be waiting for this fence when a
         copy arrives that needs an older one, and would wake the caller too late for that copy.
@@ -317,7 +297,8 @@ class Fences:
         while self._unannounced and self._unannounced[0].number <= fence.number:
             older = self._unannounced.popleft()
             if self._waiter is not None:
-                self._waiter.watch(older)
+                self._waiter.watch(older.event)
+                older.watched = self._waiter.newest
 
     def close(self) -> list[int]:
         """Wait for the model's stream to pass all fences; return the events to destroy."""
@@ -325,7 +306,12 @@ class Fences:
             self._waiter.close()
         self._open.clear()
         self._unannounced.clear()
-        return list(self._idle)
+        return [event for event, _ in self._idle]
+
+
+def _is_over(waiter: core.EventWaiter | None, number: int) -> bool:
+    """Return whether `waiter` no longer needs the event that it watched as `number`."""
+    return waiter is None or waiter.is_over(number)
 
 
 @dataclass(slots=True)
@@ -336,7 +322,7 @@ class _Stream:
     #: The checksum stream, and the event that marks the copies it waits for; 0 without checksums.
     checksums: int
     copied: int
-    waiter: CopyWaiter | None
+    waiter: core.EventWaiter | None
     launched: deque[_Launched] = field(default_factory=deque)
     #: Tickets that `poll` found finished. Their events may be reused once no longer watched.
     finished: deque[_Launched] = field(default_factory=deque)
@@ -362,8 +348,8 @@ class Copiers:
 class CudaCopyEngine:
     """Implements `copy.base.CopyEngine`. `model_stream` returns the model's current stream, and is
     called on the model's thread. `pins` is closed with this engine. `cache_starts` are the start
-    addresses of the KV cache tensors. `on_done` is called from this engine's threads when there may
-    be something to poll; None if the caller polls without it."""
+    addresses of the KV cache tensors. `waker` is set when there may be something to poll; None if
+    the caller polls without it."""
 
     def __init__(
         self,
@@ -372,11 +358,11 @@ class CudaCopyEngine:
         copiers: Copiers,
         pins: StagingPinning,
         cache_starts: npt.NDArray[np.uint64],
-        on_done: Callable[[], None] | None = None,
+        waker: Waker | None = None,
     ) -> None:
         self.asleep = False
         self._cuda = cuda
-        self._on_done = on_done
+        self._waker = waker
         self._copiers = copiers
         self._pins = pins
         self._starts = np.unique(np.concatenate([pins.starts, cache_starts.astype(np.uint64)]))
@@ -387,16 +373,19 @@ class CudaCopyEngine:
                 cuda.create_stream(),
                 cuda.create_stream() if self.makes_checksums else 0,
                 cuda.create_event() if self.makes_checksums else 0,
-                CopyWaiter(cuda, on_done, f"nvmeof-{direction.value}") if on_done else None,
+                self._waiter(direction.value),
             )
             for direction in Direction
         }
         self._next = 1
         self._done: list[tuple[int, Outcome]] = []
-        self._fences = Fences(cuda, model_stream, on_done)
+        self._fences = Fences(cuda, model_stream, self._waiter("fences"))
         self._held: list[_Ticket] = []  # in order of submission
         self._events: list[int] = []  # all events created for tickets
         self._logged: set[tuple[str, str]] = set()
+
+    def _waiter(self, of: str) -> core.EventWaiter | None:
+        return self._cuda.waiter(self._waker.fd, f"nvmeof-{of}") if self._waker else None
 
     @property
     def streams(self) -> dict[Direction, int]:
@@ -497,10 +486,10 @@ class CudaCopyEngine:
                 self._launch(ticket)
 
     def _fail(self, *tickets: _Ticket) -> None:
-        """Fail tickets that were not launched, and call `on_done`, because no waiter will."""
+        """Fail tickets that were not launched, and set the waker, because no waiter will."""
         self._done += [(ticket.number, _FAILED) for ticket in tickets]
-        if self._on_done is not None:
-            self._on_done()
+        if self._waker is not None:
+            self._waker.wake()
 
     def _launch_held(self) -> None:
         """Launch all held tickets at `close`. No others follow, so the GPU may wait for fences."""
@@ -527,34 +516,39 @@ class CudaCopyEngine:
         end = stream.handle
         try:
             one.event = self._take_event(stream)
-            self._copy(ticket.direction, ticket.pieces, stream.handle, one.tables)
+            # With checksums the ticket ends after both, so the copy alone has no end.
+            has_end = ticket.summed is None
+            mark = (one.event, stream.waiter) if has_end else NO_END
+            self._copy(ticket, stream.handle, one.tables, mark)
+            one.recorded = has_end
         except CudaError as error:
             self._log(error)
             one.outcome = _FAILED
         else:
             end = self._make_checksums(ticket, stream, one)
         # Calls made before an error may still be running, so the ticket must end after them.
-        with self._logging_errors():
-            if one.event:
+        if not one.recorded and one.event:
+            with self._logging_errors():
                 self._cuda.record_event(one.event, end)
                 one.recorded = True
+                if stream.waiter is not None:
+                    stream.waiter.watch(one.event)
         if one.recorded and stream.waiter is not None:
-            stream.waiter.watch(one)
+            one.watched = stream.waiter.newest
 
-    def _copy(
-        self, direction: Direction, pieces: Descriptors, stream: int, tables: list[Table]
-    ) -> None:
-        if not len(pieces):  # a ticket that only waits for earlier ones
-            return
-        kernel, backend = self._copiers.kernel, self._copiers.choose(direction, pieces)
+    def _copy(self, ticket: _Ticket, stream: int, tables: list[Table], end: End) -> None:
+        """Submit the copies of a ticket, if it has any, and their end."""
+        direction, pieces = ticket.direction, ticket.pieces
+        kernel = self._copiers.kernel
+        backend = self._copiers.choose(direction, pieces) if len(pieces) else Backend.DMA
         if (
             kernel is not None
             and backend is Backend.KERNEL
-            and kernel.copy(direction, pieces, stream, tables)
+            and kernel.copy(direction, pieces, stream, tables, end)
         ):
             return
         overlap = backend is Backend.OVERLAP
-        self._copiers.dma.copy(direction, pieces, stream, overlap=overlap)
+        self._copiers.dma.copy(direction, pieces, stream, overlap=overlap, end=end)
 
     def _make_checksums(self, ticket: _Ticket, stream: _Stream, one: _Launched) -> int:
         """Launch the checksums of a ticket whose copy has been submitted.
@@ -593,7 +587,7 @@ class CudaCopyEngine:
         one.checksums = None
 
     def _take_event(self, stream: _Stream) -> int:
-        while stream.finished and not stream.finished[0].watched:
+        while stream.finished and _is_over(stream.waiter, stream.finished[0].watched):
             event = stream.finished.popleft().event
             if event:
                 return event

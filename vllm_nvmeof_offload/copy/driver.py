@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thin layer over cuda-python: the NVIDIA driver calls that this package needs, on one GPU.
 
-Streams, events, kernels, addresses and sizes are plain integers. The batch copy calls the driver
-through ctypes with arrays in memory, because cuda-python would create one Python object per
-pointer. Both paths release the interpreter lock during a call.
+Streams, events, kernels, addresses and sizes are plain integers. The calls of every copy are made
+by native code (native/copies/cuda.h), by the addresses of the driver's functions: a batch is
+submitted with one release of the interpreter lock. All other calls go through cuda-python, which
+releases the lock in each.
 
 NVRTC compiles the kernels once per GPU architecture, without nvcc or a GPU, and the machine code is
 stored in the user's cache.
@@ -21,11 +22,14 @@ import os
 import stat
 import tempfile
 import threading
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Final, TextIO, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.native import core
 
 #: Values of CUmemcpySrcAccessOrder: the source is read in stream order, or at any time after the
 #: call, even before the stream reaches the copy.
@@ -39,12 +43,19 @@ _ATTRIBUTE_HOST_POINTER_IS_DEVICE_POINTER = 91
 _ATTRIBUTE_HOST_NUMA_ID = 134
 _ATTRIBUTE_CAPABILITY = (75, 76)
 #: The first driver version with the batch call, in the form that reports the failing copy.
-_BATCH_VERSION = 12080
-_BATCH = ctypes.CFUNCTYPE(
-    ctypes.c_int,
-    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t),
-    *(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p, ctypes.c_void_p),
+_BATCH = "cuMemcpyBatchAsync", 12080
+#: The other functions that native code calls, in the order of `CudaFunctions`, and the version of
+#: their interface.
+_CALLED = (
+    *("cuMemcpyAsync", "cuLaunchKernel", "cuEventRecord", "cuEventQuery", "cuEventSynchronize"),
+    *("cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"),
 )
+_CALLED_VERSION = 12000
+
+#: The end of a submission: the event to record after it, or 0, and the thread that waits for the
+#: event, or None.
+End: TypeAlias = tuple[int, core.EventWaiter | None]
+NO_END: Final[End] = (0, None)
 
 
 class _CopyAttributes(ctypes.Structure):
@@ -66,8 +77,6 @@ _MADE = {
     for overlap in (False, True)
 }
 _ATTRIBUTES = {key: ctypes.addressof(made) for key, made in _MADE.items()}
-_ZERO = ctypes.c_size_t(0)
-_FIRST = ctypes.addressof(_ZERO)
 
 
 class CudaError(EngineError):
@@ -118,8 +127,12 @@ class Cuda:
         self.host_pointers_work_in_kernels = bool(
             self._attribute(_ATTRIBUTE_HOST_POINTER_IS_DEVICE_POINTER)
         )
-        self._batch = self._find_batch()
-        self.has_batch = self._batch is not None
+        batch = self._address_of(*_BATCH)
+        self.has_batch = batch != 0
+        called = [self._address_of(name, _CALLED_VERSION) for name in _CALLED]
+        if not all(called):
+            raise EngineError("this NVIDIA driver is older than CUDA 12.0")
+        self.functions = core.CudaFunctions(int(self._context), [batch, *called])
 
     # -- the GPU ----------------------------------------------------------------------
 
@@ -166,7 +179,10 @@ class Cuda:
         self._enter("cuStreamSynchronize", stream)
 
     def stream_is_done(self, stream: int) -> bool:
-        return self._is_done("cuStreamQuery", stream)
+        (status,) = self._api.cuStreamQuery(stream)
+        if status and status != _NOT_READY:
+            raise CudaError("cuStreamQuery", status.name)
+        return not status
 
     def wait_event(self, stream: int, event: int) -> None:
         """Order later work on `stream` after the work that `event` last recorded."""
@@ -176,52 +192,41 @@ class Cuda:
         return int(self._enter("cuEventCreate", _EVENT_BLOCKING_SYNC_NO_TIMING))
 
     def record_event(self, event: int, stream: int) -> None:
-        self._enter("cuEventRecord", event, stream)
+        if status := self.functions.record(event, stream):
+            raise CudaError("cuEventRecord", self._name_of(status))
 
     def event_is_done(self, event: int) -> bool:
-        return self._is_done("cuEventQuery", event)
+        status = self.functions.query(event)
+        if status and status != _NOT_READY:
+            raise CudaError("cuEventQuery", self._name_of(status))
+        return not status
 
-    def synchronize_event(self, event: int) -> None:
-        """Block the calling thread until the event is done, without using a core."""
-        self._enter("cuEventSynchronize", event)
+    def waiter(self, wake_fd: int, name: str) -> core.EventWaiter:
+        """Start a thread that waits for events and signals each end to the eventfd `wake_fd`."""
+        return core.EventWaiter(self.functions, wake_fd, name)
 
     def destroy_event(self, event: int) -> None:
         self._enter("cuEventDestroy", event)
 
     # -- copies and kernels -----------------------------------------------------------
 
-    def copy_batch(
+    def submit_copies(
         self,
         tables: tuple[int, int, int],
         count: int,
         stream: int,
         source_order: int,
         overlap: bool = False,
+        end: End = NO_END,
     ) -> None:
-        """Submit all copies in one call.
+        """Submit all copies, in few calls if the driver has the batch call, and then their end.
 
         `tables` holds the addresses of three uint64[count] arrays: destinations, sources and sizes
         in bytes. They are read before this returns.
         """
-        assert self._batch is not None
-        failed = ctypes.c_size_t(0)
         attributes = _ATTRIBUTES[source_order, overlap]
-        status = self._batch(
-            *tables, count, attributes, _FIRST, 1, ctypes.addressof(failed), stream
-        )
-        if status:
-            detail = f", copy {failed.value} of {count}"
-            raise CudaError("cuMemcpyBatchAsync", self._name_of(status), detail)
-
-    def _name_of(self, status: int) -> str:
-        try:
-            return str(self._api.CUresult(status).name)
-        except ValueError:  # an error newer than these bindings
-            return f"CUDA error {status}"
-
-    def copy(self, destination: int, source: int, count: int, stream: int) -> None:
-        """Submit one copy, for drivers without the batch call."""
-        self._enter("cuMemcpyAsync", destination, source, count, stream)
+        failed = self.functions.submit_copies(tables, count, stream, attributes, end)
+        self._check(failed, f"copy {{}} of {count}")
 
     def load_kernel(self, code: bytes, name: str) -> int:
         """Load a kernel from a cubin by its C name. It stays loaded until the process exits."""
@@ -229,12 +234,21 @@ class Cuda:
         kernel = self._enter("cuLibraryGetKernel", library, name.encode())
         return int(self._enter("cuKernelGetFunction", kernel))
 
-    def launch(
-        self, kernel: int, blocks: int, threads: int, stream: int, arguments: Sequence[int]
+    def submit_launches(
+        self,
+        kernel: int,
+        threads: int,
+        launches: npt.NDArray[np.uint64],
+        stream: int,
+        end: End = NO_END,
     ) -> None:
-        """Launch a kernel. Each argument is passed as 64 bits."""
-        values = tuple(arguments), (ctypes.c_uint64,) * len(arguments)
-        self._enter("cuLaunchKernel", kernel, blocks, 1, 1, threads, 1, 1, 0, stream, values, 0)
+        """Launch a kernel once for each row of `launches`, and then mark their end.
+
+        `launches` is uint64[n, m]: the number of thread blocks, and the kernel's m - 1 arguments.
+        `threads` is per block.
+        """
+        failed = self.functions.submit_launches(kernel, threads, launches, stream, end)
+        self._check(failed, f"launch {{}} of {len(launches)}")
 
     # -- memory -----------------------------------------------------------------------
 
@@ -266,11 +280,17 @@ class Cuda:
             raise CudaError(call, status.name)
         return values[0] if len(values) == 1 else tuple(values) or None
 
-    def _is_done(self, call: str, handle: int) -> bool:
-        (status,) = getattr(self._api, call)(handle)
-        if status and status != _NOT_READY:
-            raise CudaError(call, status.name)
-        return not status
+    def _check(self, failed: tuple[str, int, int] | None, place: str) -> None:
+        if failed is not None:
+            call, status, at = failed
+            detail = "" if call == "cuEventRecord" else ", " + place.format(at)
+            raise CudaError(call, self._name_of(status), detail)
+
+    def _name_of(self, status: int) -> str:
+        try:
+            return str(self._api.CUresult(status).name)
+        except ValueError:  # an error newer than these bindings
+            return f"CUDA error {status}"
 
     def _attribute(self, number: int) -> int:
         return int(
@@ -292,12 +312,13 @@ class Cuda:
             node=node,
         )
 
-    def _find_batch(self) -> Any:
+    def _address_of(self, name: str, version: int) -> int:
+        """Return the address of the driver's function, or 0 if this driver has none."""
         try:
-            address, _ = self._enter("cuGetProcAddress", b"cuMemcpyBatchAsync", _BATCH_VERSION, 0)
+            address, _ = self._enter("cuGetProcAddress", name.encode(), version, 0)
         except CudaError:
-            return None
-        return _BATCH(int(address)) if address else None
+            return 0
+        return int(address or 0)
 
 
 #: The file name of the copy kernel.

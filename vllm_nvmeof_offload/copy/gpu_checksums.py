@@ -231,12 +231,14 @@ class GpuChecksums:
         """Launch the checksums after the work on `stream`. After a CudaError some may be
         running."""
         blocks_max, threads, bytes_max, _ = self._launch
+        launches: list[tuple[int, ...]] = []
         for first, count in spans(checksums.sizes, bytes_max):
             at = checksums.run.first + first
             blocks = min(blocks_max, -(-count * _LANES // threads))
             words_at = self._words_at + at * _WORD_ROW_BYTES
-            arguments = self._memory + at * _ROW_BYTES, count, self._tables_at, words_at
-            self._cuda.launch(self._kernel, blocks, threads, stream, arguments)
+            row_at = self._memory + at * _ROW_BYTES
+            launches.append((blocks, row_at, count, self._tables_at, words_at))
+        self._cuda.submit_launches(self._kernel, threads, np.array(launches, np.uint64), stream)
 
     def write(self, checksums: Checksums) -> None:
         """Write the checksums to their payloads. Call this when the GPU has computed them all."""

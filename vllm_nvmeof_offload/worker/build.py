@@ -123,7 +123,7 @@ def build_worker(
     staging = Staging(*slots[:3], progress, kv_device.numa_node, shared, served)
     waker = Waker()
     copy, copy_fallbacks = kv_device.copy_engine(
-        tuning.copy_backend, staging.map, geometry.starts, waker.wake, checksum_at
+        tuning.copy_backend, staging.map, geometry.starts, waker, checksum_at
     )
     with contextlib.ExitStack() as undo:
         undo.callback(copy.close)  # otherwise its pages would stay pinned

@@ -189,7 +189,7 @@ class GpuRig(Rig):
 
     def _copy_engine(self, waker: Waker) -> Any:
         starts = np.array([self._gpu], np.uint64)
-        return KvDevice(self._cuda).copy_engine("dma", self.staging, starts, waker.wake)[0]
+        return KvDevice(self._cuda).copy_engine("dma", self.staging, starts, waker)[0]
 
     def fill(self) -> None:
         content = np.empty_like(self._written)

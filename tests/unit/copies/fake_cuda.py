@@ -10,6 +10,8 @@ to seed, so that an ordering which the engine forgets is seen as wrong bytes:
 * a source of ORDER_ANY may be read as early as in the call;
 * a kernel reads its table of descriptors when it runs.
 
+The engine's native code calls the stub as it calls the driver: by the addresses of functions.
+
 It asserts what would be a mistake on a GPU: a descriptor across two `regions`, memory freed or
 a stream destroyed with work under way, an event destroyed that a thread waits for. While
 `capturing`, it refuses what CUDA does, of threads that have not declared themselves: `spoilt`.
@@ -17,18 +19,28 @@ a stream destroyed with work under way, an event destroyed that a thread waits f
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import random
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
 from tests.unit.copies.fake_work import Mark, Move, Work, make_crcs
 from vllm_nvmeof_offload.copy.base import DESCRIPTORS_MAX
-from vllm_nvmeof_offload.copy.driver import ORDER_ANY, Cuda, CudaError, CudaFacts
+from vllm_nvmeof_offload.copy.driver import (
+    NO_END,
+    ORDER_ANY,
+    Cuda,
+    CudaError,
+    CudaFacts,
+    End,
+    _CopyAttributes,
+)
+from vllm_nvmeof_offload.native import core
 
 MODEL_STREAM = 0
 WAITING_CALLS = {"synchronize_stream", "synchronize_event"}
@@ -75,6 +87,10 @@ class FakeCuda(Cuda):
         self._has_batch = batch
         self._handles = itertools.count(1000)
         self._changed = threading.Condition()
+        self._raised = threading.local()  # what calls from native code raised
+        self._functions = self._make_functions()
+        addresses = [ctypes.cast(one, ctypes.c_void_p).value or 0 for one in self._functions]
+        self.functions = core.CudaFunctions(0, addresses if batch else [0, *addresses[1:]])
 
     # -- the test's side --------------------------------------------------------------
 
@@ -257,7 +273,77 @@ class FakeCuda(Cuda):
 
     allocate, free = allocate_host, free_host
 
+    def submit_copies(
+        self,
+        tables: tuple[int, int, int],
+        count: int,
+        stream: int,
+        source_order: int,
+        overlap: bool = False,
+        end: End = NO_END,
+    ) -> None:
+        with self._raising():
+            super().submit_copies(tables, count, stream, source_order, overlap, end)
+
+    def submit_launches(
+        self, kernel: int, threads: int, launches: np.ndarray, stream: int, end: End = NO_END
+    ) -> None:
+        with self._raising():
+            super().submit_launches(kernel, threads, launches, stream, end)
+
     # -- inside -----------------------------------------------------------------------
+
+    def _make_functions(self) -> list[Callable[..., int]]:
+        """The entry points for native code, in the order of `CudaFunctions`."""
+
+        def batch(to: int, of: int, sizes: int, count: int, how: int, *rest: int) -> None:
+            order = _CopyAttributes.from_address(how)
+            *_, stream = rest
+            self.copy_batch(
+                (to, of, sizes), count, stream or 0, order.source_order, bool(order.flags)
+            )
+
+        def launch(kernel: int, blocks: int, *rest: int) -> None:
+            _, _, threads, _, _, _, stream, arguments, _ = rest
+            count = 4 if self.kernels.get(kernel) == "crc_blocks" else 2
+            values = (ctypes.POINTER(ctypes.c_uint64) * count).from_address(arguments)
+            self.launch(kernel, blocks, threads, stream or 0, [one[0] for one in values])
+
+        word, pointer = ctypes.c_uint64, ctypes.c_void_p
+        return [
+            self._entry(batch, *([pointer] * 3), word, pointer, pointer, word, pointer, pointer),
+            self._entry(lambda *a: self.copy(*a[:3], a[3] or 0), word, word, word, pointer),
+            self._entry(launch, pointer, *([ctypes.c_uint] * 7), *([pointer] * 3)),
+            self._entry(lambda e, s: self.record_event(e, s or 0), pointer, pointer),
+            self._entry(lambda event: None, pointer),  # queries are not made from native code
+            self._entry(self.synchronize_event, pointer),
+            self._entry(lambda context: self.make_current(), pointer),
+            self._entry(lambda mode: self.enter_own_thread(), pointer),
+        ]
+
+    def _entry(self, call: Callable[..., None], *types: type) -> Callable[..., int]:
+        def entry(*arguments: int) -> int:
+            try:
+                call(*arguments)
+            except BaseException as error:  # noqa: BLE001 - raised by `_raising`
+                self._raised.error = error
+                return 999
+            return 0
+
+        return ctypes.CFUNCTYPE(ctypes.c_int, *types)(entry)
+
+    @contextlib.contextmanager
+    def _raising(self) -> Iterator[None]:
+        """Raise what the stub raised in a call of native code, which must have reported it."""
+        self._raised.error = None
+        try:
+            yield
+        except CudaError as error:
+            raise self._raised.error from error
+        assert self._raised.error is None
+
+    def _name_of(self, status: int) -> str:
+        return f"CUDA error {status}"
 
     def _called(self, name: str) -> bool:
         """Count the call, or fail it; False if it is to be ignored."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import sys
 import threading
 import time
-from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -18,9 +18,12 @@ from vllm_nvmeof_offload.copy.calibration import Selector
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier, KernelCopier
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda, CudaError
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.staging import StagingMap
 
 SLOTS, SLOT_BYTES = 8, 8192
+#: The pieces of a large batch.
+COUNT = 1000
 
 
 class Seen(ctypes.Structure):
@@ -53,21 +56,21 @@ def engine(
     cuda: Cuda,
     staging: np.ndarray,
     backend: Backend,
-    on_done: Callable[[], None] | None = lambda: None,
+    waker: Waker | None = None,
 ) -> CudaCopyEngine:
     place = StagingMap(staging.ctypes.data, SLOT_BYTES, SLOTS - 2, 2)
     pins = StagingPinning(cuda, place, lambda: None, piece_bytes_max=3 * SLOT_BYTES)
     pins.start()
     kernel = KernelCopier(cuda, cuda.load_kernel(b"\x7fELF stub", "copy_blocks"))
     copiers = Copiers(DmaCopier(cuda), kernel, lambda _, __: backend)
-    return CudaCopyEngine(cuda, lambda: 0, copiers, pins, np.array([], np.uint64), on_done)
+    return CudaCopyEngine(cuda, lambda: 0, copiers, pins, np.array([], np.uint64), waker)
 
 
 def round_trip(cuda: Cuda, backend: Backend) -> None:
     rng = np.random.default_rng(1)
     cache = rng.integers(0, 256, SLOTS * SLOT_BYTES, np.uint8)
     staging = np.zeros_like(cache)
-    copy = engine(cuda, staging, backend)
+    copy = engine(cuda, staging, backend, Waker())
     seen().not_ready = 1
     rows = pieces(cache, staging, 100, 128)
     expected, found = cache.copy(), dict[int, bool]()
@@ -100,11 +103,11 @@ def errors(cuda: Cuda) -> None:
     address = np.array([word.ctypes.data, word.ctypes.data], np.uint64)
     sizes = np.array([8, 0], np.uint64)
     with pytest.raises(CudaError, match=r"^cuMemcpyBatchAsync: .*INVALID_VALUE, copy 1 of 2$"):
-        cuda.copy_batch(_tables(address, address, sizes), 2, stream, ORDER_STREAM)
+        cuda.submit_copies(_tables(address, address, sizes), 2, stream, ORDER_STREAM)
     sizes[1] = ~np.uint64(0)
     with pytest.raises(CudaError, match="CUDA error 987654, copy 1 of 2"):
-        cuda.copy_batch(_tables(address, address, sizes), 2, stream, ORDER_STREAM)
-    for call in (cuda.destroy_event, cuda.event_is_done, cuda.synchronize_event):
+        cuda.submit_copies(_tables(address, address, sizes), 2, stream, ORDER_STREAM)
+    for call in (cuda.destroy_event, cuda.event_is_done):
         with pytest.raises(CudaError, match="CUDA_ERROR_INVALID_HANDLE"):
             call(5)
     cuda.destroy_stream(stream)
@@ -133,19 +136,51 @@ def others_run_meanwhile(cuda: Cuda) -> None:
     other.start()
     size = np.array([8], np.uint64)
     behind = address + np.uint64(8)
-    cuda.copy_batch(_tables(behind, address, size), 1, stream, ORDER_STREAM)
+    cuda.submit_copies(_tables(behind, address, size), 1, stream, ORDER_STREAM)
     other.join()
     assert words.tolist() == [0, 0]
     cuda.destroy_stream(stream)
 
 
-def host_time(cuda: Cuda, backend: Backend, count: int = 1000, rounds: int = 2000) -> float:
+class Lock(ctypes.Structure):
+    """`stub_lock` of stub_driver.c."""
+
+    _fields_ = tuple((name, ctypes.c_uint64) for name in ("armed", "taken_in_all", "taken"))
+
+
+def nothing_takes_the_lock(cuda: Cuda, backend: Backend) -> None:
+    """This thread keeps the interpreter lock from the first call of a batch to the signal of its
+    end, and still they come: neither the submission nor the wait takes the lock."""
+    library = ctypes.PyDLL("libcuda.so.1")
+    gate, lock = (
+        kind.in_dll(library, name) for kind, name in ((Gate, "stub_gate"), (Lock, "stub_lock"))
+    )
+    memory, waker = np.zeros((2, COUNT * 128), np.uint8), Waker()
+    copy = engine(cuda, memory[1], backend, waker)
+    rows = pieces(memory[0], memory[1], COUNT, 64)
+    rows[:, 1] = memory[1].ctypes.data  # within what is registered
+    copy.submit(Direction.STORE, rows[:1], copy.record_fence())
+    assert select.select([waker.fd], [], [], 10)[0] and len(copy.poll()) == 1
+    waker.clear()
+    other = threading.Thread(target=copy.submit, args=(Direction.STORE, rows, None))
+    lock.armed, lock.taken, gate.shut = 1, 0, 1
+    other.start()
+    while not gate.inside:
+        time.sleep(0.001)
+    assert library.stub_hold_until_readable(waker.fd, 10_000) == 1, "something waits for the lock"
+    other.join()
+    assert lock.taken == 0
+    assert [outcome.ok for _, outcome in copy.poll()] == [True]
+    copy.close()
+
+
+def host_time(cuda: Cuda, backend: Backend, count: int = COUNT, rounds: int = 2000) -> float:
     """Median µs of one submit of `count` pieces: our part, and the stub's few ns per piece.
 
     No waiter thread runs: the stub's copies end at once, and the thread would wake in between.
     """
     memory = np.zeros(4 * count * 64, np.uint8)
-    copy = engine(cuda, memory, backend, on_done=None)
+    copy = engine(cuda, memory, backend)
     rows = pieces(memory, memory[2 * count * 64 :], count, 64)
     rows[:, 1] = memory.ctypes.data  # within what is registered; the stub copies nothing
     took = []
@@ -174,12 +209,12 @@ def main() -> None:
         assert cuda.has_batch
         round_trip(cuda, Backend.DMA)
         last = seen()
-        # 100 pieces each way, in calls of 64 and 36.
-        assert (last.batch_calls, last.batch_count, last.single_copies) == (4, 200, 0)
+        # 100 pieces each way, in calls of 16, 64 and 20.
+        assert (last.batch_calls, last.batch_count, last.single_copies) == (6, 200, 0)
         assert (last.source_order, last.flags) == (ORDER_ANY, 0)
         assert last.registered == SLOTS * SLOT_BYTES
         round_trip(cuda, Backend.OVERLAP)
-        assert (last.batch_calls, last.source_order, last.flags) == (8, ORDER_ANY, 1)
+        assert (last.batch_calls, last.source_order, last.flags) == (12, ORDER_ANY, 1)
         round_trip(cuda, Backend.KERNEL)
         assert (last.launches, last.count) == (2, 100)
         assert (last.block, last.grid) == (512, 7)
@@ -187,6 +222,8 @@ def main() -> None:
         assert last.relaxed == 1 + 3 * 4
         errors(cuda)
         others_run_meanwhile(cuda)
+        for backend in Backend:
+            nothing_takes_the_lock(cuda, backend)
     assert Selector().choose(Direction.LOAD, np.ones((1, 3), np.uint64)) is Backend.DMA
     cuda.release()
     print("ok")

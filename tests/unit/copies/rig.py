@@ -4,7 +4,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import os
+import select
 
 import numpy as np
 
@@ -14,9 +15,27 @@ from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier, Ke
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.gpu_checksums import GpuChecksums
 from vllm_nvmeof_offload.copy.pinning import Readiness
+from vllm_nvmeof_offload.io.base import Waker
 
 BLOCKS = 8
 PAGE_BYTES = 24
+
+
+class Signals(Waker):
+    """The wake-ups of an engine, which a test takes one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pending = 0
+
+    def acquire(self, timeout: float) -> bool:
+        """Take one wake-up; False if none comes for `timeout` seconds."""
+        if not self._pending:
+            if not select.select([self.fd], [], [], timeout)[0]:
+                return False
+            self._pending = os.eventfd_read(self.fd)
+        self._pending -= 1
+        return True
 
 
 class Pins:
@@ -46,7 +65,7 @@ class Rig:
         cuda: FakeCuda,
         layers: int,
         backend: Backend = Backend.DMA,
-        on_done: Callable[[], None] | None = None,
+        waker: Waker | None = None,
         page: int = PAGE_BYTES,
         checksums: GpuChecksums | None = None,
     ) -> None:
@@ -68,7 +87,7 @@ class Rig:
             Copiers(DmaCopier(cuda), kernel, lambda _, __: backend, checksums),
             self.pins,
             np.array([t.address for t in tensors], np.uint64),
-            on_done,
+            waker,
         )
         self._values = itertools.count(1)
 

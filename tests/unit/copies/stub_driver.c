@@ -4,6 +4,7 @@
 // orderings matter, tests/unit/copies/fake_cuda.py shows.
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <poll.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -20,10 +21,38 @@ struct {
   uint64_t single_copies, registered, not_ready, relaxed;
 } stub_seen;
 
-// The batch call waits inside until another thread opens this again, at most 10 s.
+// Batch calls and launches wait inside until another thread opens this again, at most 10 s.
 struct {
   volatile uint64_t shut, inside;
 } stub_gate;
+static R pass_gate(void) {
+  stub_gate.inside = stub_gate.shut;
+  for (int i = 0; stub_gate.shut && i < 1000; ++i) usleep(10000);
+  return stub_gate.shut ? INVALID_VALUE : OK;
+}
+
+// How often a thread took the interpreter lock: in all, and between the first call of a batch, when
+// `armed`, and its end. Counted if this library is preloaded and Python is a shared library.
+struct {
+  volatile uint64_t armed, taken_in_all, taken;
+} stub_lock;
+static __thread uint64_t taken_by_me, taken_before;
+static void count_taken(const char* name, void* state) {
+  ((void (*)(void*))dlsym(RTLD_NEXT, name))(state);
+  taken_by_me++, stub_lock.taken_in_all++;
+}
+void PyEval_RestoreThread(void* state) { count_taken("PyEval_RestoreThread", state); }
+static void look_at_lock(void) {
+  if (!stub_lock.armed) stub_lock.taken += taken_by_me - taken_before;
+  stub_lock.armed = 0, taken_before = taken_by_me;
+}
+
+// Open the gate, and wait until `fd` is readable; PyDLL calls this without releasing the lock.
+int stub_hold_until_readable(int fd, int wait_ms) {
+  struct pollfd one = {fd, POLLIN, 0};
+  stub_gate.shut = 0;
+  return poll(&one, 1, wait_ms);
+}
 
 R stub_cuInit(unsigned flags) { return flags ? INVALID_VALUE : OK; }
 R stub_cuDriverGetVersion(int* v) { return *v = 13000, OK; }
@@ -55,12 +84,15 @@ R stub_cuStreamSynchronize(P s) { return s == 1000 ? OK : 400; }
 R stub_cuStreamQuery(P s) { return s == 1000 ? OK : 400; }
 R stub_cuStreamWaitEvent(P s, P e, unsigned f) { return s == 1000 && e == 2000 && !f ? OK : 400; }
 R stub_cuEventCreate(P* e, unsigned flags) { return *e = 2000, flags == 3 ? OK : INVALID_VALUE; }
-R stub_cuEventRecord(P e, P s) { return e == 2000 && (s == 1000 || !s) ? OK : 400; }
+R stub_cuEventRecord(P e, P s) {
+  look_at_lock();
+  return e == 2000 && (s == 1000 || !s) ? OK : 400;
+}
 R stub_cuEventQuery(P e) {
   if (e != 2000) return 400;
   return stub_seen.not_ready ? stub_seen.not_ready--, NOT_READY : OK;
 }
-R stub_cuEventSynchronize(P e) { return e == 2000 ? OK : 400; }
+R stub_cuEventSynchronize(P e) { return look_at_lock(), e == 2000 ? OK : 400; }
 R stub_cuEventDestroy(P e) { return e == 2000 ? OK : 400; }
 
 struct Attributes {
@@ -70,9 +102,8 @@ struct Attributes {
 R stub_cuMemcpyBatchAsync(P* to, P* from, size_t* sizes, size_t count, struct Attributes* a,
                           size_t* first, size_t attributes, size_t* failed, P stream) {
   if (attributes != 1 || first[0] || stream != 1000) return INVALID_VALUE;
-  stub_gate.inside = stub_gate.shut;
-  for (int i = 0; stub_gate.shut && i < 1000; ++i) usleep(10000);
-  if (stub_gate.shut) return INVALID_VALUE;
+  look_at_lock();
+  if (pass_gate()) return INVALID_VALUE;
   int copies = !getenv("STUB_COPIES_NOTHING");
   for (size_t i = 0; i < count; ++i) {
     if (!sizes[i]) return *failed = i, INVALID_VALUE;
@@ -101,6 +132,8 @@ R stub_cuKernelGetFunction(P* f, P k) { return *f = 3002, k == 3001 ? OK : 400; 
 R stub_cuLaunchKernel(P f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by,
                       unsigned bz, unsigned shared, P stream, void** arguments, void** extra) {
   if (f != 3002 || gy * gz * by * bz != 1 || shared || stream != 1000 || extra) return 400;
+  look_at_lock();
+  if (pass_gate()) return INVALID_VALUE;
   stub_seen.launches++, stub_seen.grid = gx, stub_seen.block = bx;
   for (int i = 0; i < 2; ++i) stub_seen.arguments[i] = *(uint64_t*)arguments[i];
   uint64_t* row = (uint64_t*)stub_seen.arguments[0];

@@ -176,9 +176,10 @@ def test_calibration_measures_sizes_that_fit_and_leaves_nothing() -> None:
     assert len(cells) == 2 * len(fits)
     hinted = [cell for cell in cells if cell.fragment_bytes <= 128 * KIB]
     assert cuda.calls["launch"] == 4 * len(cells)
-    batches = sum(-(-cell.count // 64) for cell in (*cells, *hinted))
+    calls = {4: 1, 16: 1, 64: 2, 256: 3, 1024: 4}  # of 16, 64, 256 and 1024 copies at most
+    batches = sum(calls[cell.count] for cell in (*cells, *hinted))
     assert cuda.calls["copy_batch"] == 4 * batches
-    assert sum(cuda.hints) == 4 * sum(-(-cell.count // 64) for cell in hinted)
+    assert sum(cuda.hints) == 4 * sum(calls[cell.count] for cell in hinted)
     assert [cell for cell in cells if cell.overlap_us is not None] == hinted
     assert all(cell.spread >= 0 for cell in cells)
 

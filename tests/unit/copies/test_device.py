@@ -22,6 +22,7 @@ from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.gpu_checksums import CRC_BLOCKS
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
 
@@ -31,7 +32,7 @@ NO_GPU = not Path("/dev/nvidiactl").exists()
 def test_the_cpu_uses_the_host_engine() -> None:
     staging = Staging(PAGE_BYTES, 3, 1)
     starts = np.array([], np.uint64)
-    engine, fallbacks = open_device("cpu").copy_engine("auto", staging.map, starts, lambda: None)
+    engine, fallbacks = open_device("cpu").copy_engine("auto", staging.map, starts, Waker())
     assert isinstance(engine, HostCopyEngine) and fallbacks == ()
     engine.close()
     staging.close()
@@ -107,9 +108,7 @@ def test_the_gpu_makes_checksums_only_if_it_is_asked_to(
     staging = Staging(PAGE_BYTES, 3, 1)
     for _ in range(2):
         cuda = FakeCuda()
-        engine, fallbacks = KvDevice(cuda).copy_engine(
-            "dma", staging.map, starts, lambda: None, asked
-        )
+        engine, fallbacks = KvDevice(cuda).copy_engine("dma", staging.map, starts, Waker(), asked)
         assert engine.makes_checksums == (asked == "gpu") and fallbacks == ()
         engine.close()
         assert not cuda.allocated and not cuda.events and list(cuda.streams) == [0]
@@ -130,7 +129,7 @@ def test_a_gpu_that_cannot_make_checksums_leaves_them_to_the_cpu(
         reason = "kernels cannot access host memory at its host address here"
     staging = Staging(PAGE_BYTES, 3, 1)
     starts = np.array([], np.uint64)
-    engine, fallbacks = KvDevice(cuda).copy_engine("dma", staging.map, starts, lambda: None, "gpu")
+    engine, fallbacks = KvDevice(cuda).copy_engine("dma", staging.map, starts, Waker(), "gpu")
     assert fallbacks == (f"checksums: on the CPU ({reason})",) and fallbacks[0] in caplog.text
     assert not engine.makes_checksums
     engine.close()
@@ -148,7 +147,7 @@ def test_copies_of_a_gpu_run_between_its_tensors_and_staging(
     assert geometry.starts.tolist() == [t.address for t in tensors]
     staging = Staging(PAGE_BYTES, 2 * MIB // PAGE_BYTES, 1)
     cuda = FakeCuda()
-    engine, _ = KvDevice(cuda).copy_engine("dma", staging.map, geometry.starts, lambda: None)
+    engine, _ = KvDevice(cuda).copy_engine("dma", staging.map, geometry.starts, Waker())
     assert KvDevice(cuda).engine_name("dma") == "dma on stub"
     # The last block of one tensor is adjacent to the first of the next: never one piece.
     pieces = geometry.pieces(np.array([63, 0], np.int32), 0)

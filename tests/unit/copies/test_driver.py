@@ -38,6 +38,7 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def _run(stub: Path, **environment: str) -> None:
     paths = {"LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(ROOT)}
+    paths["LD_PRELOAD"] = str(stub / "libcuda.so.1")  # to count who takes the interpreter lock
     done = subprocess.run(
         [sys.executable, "-m", "tests.unit.copies.on_stub_driver"],
         env=os.environ | paths | environment,

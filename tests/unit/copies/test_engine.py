@@ -11,8 +11,8 @@ import pytest
 
 from tests.unit.copies.fake_cuda import MODEL_STREAM, WAITING_CALLS, FakeCuda
 from tests.unit.copies.fake_work import Work
-from tests.unit.copies.rig import BLOCKS, Rig
-from vllm_nvmeof_offload.copy.base import Backend, Direction
+from tests.unit.copies.rig import BLOCKS, Rig, Signals
+from vllm_nvmeof_offload.copy.base import DESCRIPTORS_MAX, Backend, Direction
 from vllm_nvmeof_offload.copy.pinning import Readiness
 
 
@@ -121,18 +121,19 @@ def test_two_tensors_side_by_side_are_not_one_descriptor() -> None:
     rig.engine.close()
 
 
-def test_many_pieces_are_submitted_in_calls_of_at_most_64() -> None:
+def test_many_pieces_are_submitted_in_calls_that_grow() -> None:
     rig = Rig(FakeCuda(), 1)
     rig.cuda.regions = None
     cache, staging = np.arange(20_000, dtype=np.uint16), np.zeros(20_000, np.uint16)
-    count = 10_000  # every second word: nothing to merge; 156 calls and 16 pieces
+    count = 10_000  # every second word: nothing to merge
     pieces = np.empty((count, 3), np.uint64)
     pieces[:, 0] = cache.ctypes.data + 4 * np.arange(count)
     pieces[:, 1] = staging.ctypes.data + 4 * np.arange(count)
     pieces[:, 2] = 2
     rig.engine.submit(Direction.STORE, pieces, rig.engine.record_fence())
     assert rig.finish() == [(1, True)]
-    assert rig.cuda.batches == [64] * 156 + [16]
+    assert rig.cuda.batches == [16, 64, 256, 1024, 4096, 4096, 448]
+    assert max(rig.cuda.batches) <= DESCRIPTORS_MAX
     assert (staging[::2] == cache[::2]).all()
     assert not staging[1::2].any()
     rig.engine.close()
@@ -196,9 +197,9 @@ def test_a_ticket_that_failed_half_way_ends_after_its_other_half() -> None:
     pieces[:, 2] = 2
     rig.cuda.fail["copy_batch"] = 1
     ticket = rig.engine.submit(Direction.STORE, pieces, rig.passed_fence())
-    assert rig.engine.poll() == [], "the first 64 are under way"
+    assert rig.engine.poll() == [], "the first 16 are under way"
     assert rig.finish() == [(ticket, False)]
-    assert staging.sum() == 64
+    assert staging.sum() == 16
     rig.engine.close()
 
 
@@ -224,9 +225,9 @@ class _LateWaiters(FakeCuda):
 
 
 def test_an_event_is_not_recorded_again_while_a_waiter_thread_needs_it() -> None:
-    signals = threading.Semaphore(0)
+    signals = Signals()
     cuda = _LateWaiters()
-    rig = Rig(cuda, 1, on_done=signals.release)
+    rig = Rig(cuda, 1, waker=signals)
     fence = rig.engine.record_fence()
     pieces = rig.pieces([0, 1], [0])
 
@@ -247,8 +248,8 @@ def test_an_event_is_not_recorded_again_while_a_waiter_thread_needs_it() -> None
 
 
 def test_waiter_threads_signal_every_ticket() -> None:
-    signals = threading.Semaphore(0)
-    rig = Rig(FakeCuda(), 1, on_done=signals.release)
+    signals = Signals()
+    rig = Rig(FakeCuda(), 1, waker=signals)
     me = threading.get_ident()
     for _ in range(20):
         store, load = rig.store([0, 1], [0]), rig.load([2, 3], [5])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
-from tests.unit.copies.rig import Rig
+from tests.unit.copies.rig import Rig, Signals
 from vllm_nvmeof_offload.copy.base import Backend, Direction
 from vllm_nvmeof_offload.copy.pinning import Readiness
 
@@ -138,8 +138,8 @@ def test_copies_behind_a_late_fence_have_the_right_bytes(backend: Backend) -> No
 
 def test_an_older_fence_is_signalled_while_a_younger_one_is_awaited() -> None:
     """No poll runs in between: the older ticket ended while the waiter thread had the younger."""
-    signals = threading.Semaphore(0)
-    rig = Rig(FakeCuda(), 1, on_done=signals.release)
+    signals = Signals()
+    rig = Rig(FakeCuda(), 1, waker=signals)
     old, young = _fences(rig, 2)
     younger = _submit(rig, Direction.LOAD, 0, young)
     older = _submit(rig, Direction.LOAD, 1, old)
@@ -156,8 +156,8 @@ def test_an_older_fence_is_signalled_while_a_younger_one_is_awaited() -> None:
 
 
 def test_a_fence_whose_query_fails_fails_its_tickets_and_signals() -> None:
-    signals = threading.Semaphore(0)
-    rig = Rig(FakeCuda(), 1, on_done=signals.release)
+    signals = Signals()
+    rig = Rig(FakeCuda(), 1, waker=signals)
     rig.cuda.fail["event_is_done"] = rig.cuda.calls["event_is_done"]
     ticket = _submit(rig, Direction.LOAD, 0, rig.engine.record_fence())
     assert signals.acquire(timeout=20)

@@ -7,7 +7,6 @@ The stub runs the kernel late and in any order that CUDA leaves open, on what me
 from __future__ import annotations
 
 import random
-import threading
 from functools import partial
 
 import numpy as np
@@ -17,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
-from tests.unit.copies.rig import BLOCKS, Rig
+from tests.unit.copies.rig import BLOCKS, Rig, Signals
 from vllm_nvmeof_offload.copy.base import Backend, Direction, Payloads
 from vllm_nvmeof_offload.copy.gpu_checksums import KERNEL_NAME, GpuChecksums, Launch
 
@@ -36,13 +35,13 @@ class Bench:
         backend: Backend = Backend.DMA,
         page: int = PAGE,
         parts_max: int = 4096,
-        on_done: object = None,
+        waker: Signals | None = None,
         launch: Launch | None = None,
     ) -> None:
         self.cuda = cuda or FakeCuda()
         kernel = self.cuda.load_kernel(b"", KERNEL_NAME)
         checksums = GpuChecksums(self.cuda, kernel, launch, parts_max)
-        self.rig = Rig(self.cuda, LAYERS, backend, on_done, page, checksums)  # type: ignore[arg-type]
+        self.rig = Rig(self.cuda, LAYERS, backend, waker, page, checksums)
         self.engine = self.rig.engine
         self.page = page
         assert self.engine.makes_checksums
@@ -383,8 +382,8 @@ def test_close_waits_for_checksums_in_flight(seed: int) -> None:
 
 @directions
 def test_a_waiter_thread_signals_the_end_of_the_checksums(direction: Direction) -> None:
-    signals = threading.Semaphore(0)
-    bench = Bench(on_done=signals.release)
+    signals = Signals()
+    bench = Bench(waker=signals)
     copies, _ = bench.streams(direction)
     bench.submit(direction, [0])
     bench.cuda.drain(copies)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from tests.unit.copies.rig import Rig
+from tests.unit.copies.rig import Rig, Signals
 from vllm_nvmeof_offload.copy import pinning
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.driver import CudaError
@@ -94,8 +94,8 @@ def test_a_lasting_refusal_does_not_prevent_shutdown() -> None:
 def test_copies_start_and_end_during_a_capture(ignored: tuple[str, ...], spoils: bool) -> None:
     """This covers the pipeline's thread, which polls, and the waiter threads."""
     cuda = FakeCuda(ignore=ignored)
-    signals = threading.Semaphore(0)
-    rig = Rig(cuda, 2, on_done=signals.release)
+    signals = Signals()
+    rig = Rig(cuda, 2, waker=signals)
     fence = rig.engine.record_fence()
     ended: list[bool] = []
 

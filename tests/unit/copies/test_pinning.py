@@ -21,6 +21,7 @@ from vllm_nvmeof_offload.copy.cuda import CudaCopyEngine
 from vllm_nvmeof_offload.copy.driver import CudaError
 from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.staging import SetMap, StagingMap, populate, prefer_node
 from vllm_nvmeof_offload.units import MIB, PAGE_BYTES
 
@@ -156,7 +157,7 @@ def _engine(
 ) -> tuple[CudaCopyEngine, tuple[str, ...]]:
     staging = StagingMap(memory.ctypes.data, SLOT, memory.nbytes // SLOT - 1, 1)
     starts = np.array([], np.uint64)
-    engine, fallbacks = KvDevice(cuda).copy_engine(backend, staging, starts, lambda: None)
+    engine, fallbacks = KvDevice(cuda).copy_engine(backend, staging, starts, Waker())
     assert isinstance(engine, CudaCopyEngine)
     return engine, fallbacks
 

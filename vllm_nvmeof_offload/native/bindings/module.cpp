@@ -1,10 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings of the I/O core, in plain numbers and bytes; `io/native.py` adds the types.
+// Python bindings of the I/O core and of CUDA's calls, in plain numbers and bytes; `io/native.py`
+// and `copy/driver.py` add the types.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
+#include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
@@ -12,6 +15,7 @@
 #include <cstring>
 #include <numeric>
 
+#include "copies/cuda.h"
 #include "lanes/engine.h"
 
 namespace nb = nanobind;
@@ -246,6 +250,93 @@ void as_os_error(const std::exception_ptr& caught, void*) {
   }
 }
 
+CudaHandle handle(uintptr_t number) { return reinterpret_cast<CudaHandle>(number); }
+
+template <typename Function>
+void set(Function*& function, uintptr_t address) {
+  function = reinterpret_cast<Function*>(address);
+}
+
+// addresses: of the functions, in the order of their declarations.
+void make_functions(CudaFunctions* at, uintptr_t context,
+                    const std::array<uintptr_t, 8>& addresses) {
+  CudaFunctions& cuda = *new (at) CudaFunctions;
+  cuda.context = handle(context);
+  const auto& [batch, copy, launch, record, query, synchronize, enter, exchange] = addresses;
+  set(cuda.copy_batch, batch);
+  set(cuda.copy, copy);
+  set(cuda.launch, launch);
+  set(cuda.record, record);
+  set(cuda.query, query);
+  set(cuda.synchronize, synchronize);
+  set(cuda.set_context, enter);
+  set(cuda.exchange_capture_mode, exchange);
+}
+
+// A `CudaFailure`, or None after success.
+using Failure = std::optional<std::tuple<const char*, int, size_t>>;
+using End = std::pair<uintptr_t, std::optional<EventWaiter*>>;  // a `CudaEnd`
+
+CudaEnd end_of(const End& end) { return {handle(end.first), end.second.value_or(nullptr)}; }
+
+Failure failure_of(const CudaFailure& failure) {
+  if (!failure.call) return std::nullopt;
+  return std::tuple(failure.call, failure.status, failure.at);
+}
+
+// The GIL is released once, for all calls: each may wait for the driver's locks or queues.
+Failure submit_columns(const CudaFunctions& cuda,
+                       const std::tuple<uintptr_t, uintptr_t, uintptr_t>& columns, size_t count,
+                       uintptr_t stream, uintptr_t attributes, const End& end) {
+  const auto [to, from, sizes] = columns;
+  const auto words = [](uintptr_t address) { return reinterpret_cast<uint64_t*>(address); };
+  const CopyColumns copies{words(to), words(from), words(sizes), count};
+  CudaFailure failure;
+  {
+    const nb::gil_scoped_release release;
+    failure = submit_copies(cuda, copies, handle(stream), handle(attributes), end_of(end));
+  }
+  return failure_of(failure);
+}
+
+using Launches = nb::ndarray<uint64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+
+Failure submit_rows(const CudaFunctions& cuda, uintptr_t kernel, unsigned threads,
+                    Launches launches, uintptr_t stream, const End& end) {
+  CudaFailure failure;
+  {
+    const nb::gil_scoped_release release;
+    failure = submit_launches(cuda, handle(kernel), threads, {launches.data(), launches.size()},
+                              launches.shape(1), handle(stream), end_of(end));
+  }
+  return failure_of(failure);
+}
+
+void bind_cuda(nb::module_& m) {
+  nb::class_<EventWaiter>(m, "EventWaiter")
+      .def(nb::init<const CudaFunctions&, int, const std::string&>(), nb::arg("functions"),
+           nb::arg("wake_fd"), nb::arg("name"))
+      .def("watch", [](EventWaiter& waiter, uintptr_t event) { waiter.watch(handle(event)); })
+      .def_prop_ro("newest", &EventWaiter::newest)
+      .def("is_over", &EventWaiter::is_over)
+      .def("close", &EventWaiter::close, nb::call_guard<nb::gil_scoped_release>());
+  nb::class_<CudaFunctions>(m, "CudaFunctions")
+      .def("__init__", &make_functions, nb::arg("context"), nb::arg("addresses"))
+      .def("submit_copies", &submit_columns, nb::arg("columns"), nb::arg("count"),
+           nb::arg("stream"), nb::arg("attributes"), nb::arg("end"))
+      .def("submit_launches", &submit_rows, nb::arg("kernel"), nb::arg("threads"),
+           nb::arg("launches"), nb::arg("stream"), nb::arg("end"))
+      .def(
+          "record",
+          [](const CudaFunctions& cuda, uintptr_t event, uintptr_t stream) {
+            return cuda.record(handle(event), handle(stream));
+          },
+          nb::call_guard<nb::gil_scoped_release>())
+      // A query never waits, so it keeps the GIL: another thread would take it for up to 0.5 ms.
+      .def("query",
+           [](const CudaFunctions& cuda, uintptr_t event) { return cuda.query(handle(event)); });
+}
+
 void bind_engine(nb::module_& m) {
   nb::class_<Engine>(m, "Engine")
       .def("__init__", &make_engine, nb::arg("targets"), nb::arg("base"), nb::arg("length"),
@@ -299,6 +390,7 @@ NB_MODULE(_native, m) {
       .def("shut", &StartGate::shut, nb::arg("places"))
       .def("starts", &StartGate::starts);
 
+  bind_cuda(m);
   bind_engine(m);
   // The log that the engine writes after each table entry, for tests that act as another server.
   nb::class_<LogWriter>(m, "LogWriter")

@@ -1,0 +1,193 @@
+// SPDX-License-Identifier: Apache-2.0
+// The calls of NVIDIA's driver that a copy makes on its way, by the addresses of its functions. So
+// a whole batch of copies, its end mark and the wait for it run without the GIL.
+#pragma once
+
+#include <fcntl.h>
+#include <pthread.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace nvmeof {
+
+using CudaHandle = void*;  // a context, stream, event or kernel
+
+// The driver's functions, and the context whose calls they are. Each returns a CUresult.
+struct CudaFunctions {
+  CudaHandle context = nullptr;
+  // cuMemcpyBatchAsync of CUDA 12.8, or null in an older driver.
+  int (*copy_batch)(uint64_t* to, uint64_t* from, size_t* sizes, size_t count, void* attributes,
+                    size_t* first, size_t attributes_count, size_t* failed, CudaHandle) = nullptr;
+  int (*copy)(uint64_t to, uint64_t from, size_t bytes, CudaHandle) = nullptr;
+  int (*launch)(CudaHandle kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z,
+                unsigned block_x, unsigned block_y, unsigned block_z, unsigned shared_bytes,
+                CudaHandle, void** arguments, void** extra) = nullptr;
+  int (*record)(CudaHandle event, CudaHandle) = nullptr;
+  int (*query)(CudaHandle event) = nullptr;
+  int (*synchronize)(CudaHandle event) = nullptr;
+  int (*set_context)(CudaHandle) = nullptr;
+  int (*exchange_capture_mode)(int* mode) = nullptr;
+};
+
+// The first call that failed: its name, its CUresult, and the number of the copy or launch. After
+// success the name is null.
+struct CudaFailure {
+  const char* call = nullptr;
+  int status = 0;
+  size_t at = 0;
+};
+
+// A thread that blocks in the driver until the oldest watched event is done, and then signals an
+// eventfd: the pipeline's thread sleeps on file descriptors, and CUDA events have none.
+class EventWaiter {
+ public:
+  EventWaiter(const CudaFunctions& cuda, int wake_fd, const std::string& name)
+      : state_(std::make_shared<State>(cuda, wake_fd)), thread_([state = state_] { run(*state); }) {
+    pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
+  }
+  EventWaiter(const EventWaiter&) = delete;
+  EventWaiter& operator=(const EventWaiter&) = delete;
+  ~EventWaiter() {
+    if (thread_.joinable()) thread_.detach();  // the process exits without closing the engine
+  }
+
+  // Signal the end of an event. Events must be watched in the order in which they end, because the
+  // thread waits for one after another. Events are numbered, beginning with 1.
+  void watch(CudaHandle event) {
+    const std::scoped_lock lock(state_->mutex);
+    state_->events.push_back(event);
+    state_->changed.notify_one();
+    ++watched_;
+  }
+  // Return the number of the event that was watched last, or 0.
+  uint64_t newest() const { return watched_; }
+  // Return whether the thread no longer needs the event with this number, so that it may be reused.
+  bool is_over(uint64_t number) const { return state_->done >= number; }
+  // End the thread after the last watched event, which must be done soon.
+  void close() {
+    {
+      const std::scoped_lock lock(state_->mutex);
+      state_->stopping = true;
+    }
+    state_->changed.notify_one();
+    if (thread_.joinable()) thread_.join();
+  }
+
+ private:
+  struct State {
+    State(const CudaFunctions& functions, int fd)
+        : cuda(functions), wake_fd(fcntl(fd, F_DUPFD_CLOEXEC, 0)) {}
+    State(const State&) = delete;
+    State& operator=(const State&) = delete;
+    ~State() { ::close(wake_fd); }
+
+    const CudaFunctions cuda;
+    const int wake_fd;
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<CudaHandle> events;  // watched, and not yet waited for
+    bool stopping = false;
+    std::atomic<uint64_t> done{0};
+  };
+
+  static void run(State& state) {
+    // After a failure, each wait below fails too. The mode is explained in `copy/driver.py`.
+    constexpr int kRelaxed = 2;
+    int mode = kRelaxed;
+    state.cuda.set_context(state.cuda.context);
+    state.cuda.exchange_capture_mode(&mode);
+    for (std::unique_lock lock(state.mutex);; lock.lock()) {
+      state.changed.wait(lock, [&] { return state.stopping || !state.events.empty(); });
+      if (state.events.empty()) return;
+      const CudaHandle event = state.events.front();
+      state.events.pop_front();
+      lock.unlock();
+      state.cuda.synchronize(event);  // the engine's poll gets the same error, and logs it
+      ++state.done;
+      eventfd_write(state.wake_fd, 1);
+    }
+  }
+
+  const std::shared_ptr<State> state_;
+  uint64_t watched_ = 0;
+  std::thread thread_;
+};
+
+// The end of a submission: the event to record after it, or null, and the thread that waits for the
+// event, or null.
+struct CudaEnd {
+  CudaHandle event = nullptr;
+  EventWaiter* waiter = nullptr;
+};
+
+inline CudaFailure record_end(const CudaFunctions& cuda, CudaHandle stream, const CudaEnd& end) {
+  if (!end.event) return {};
+  if (const int status = cuda.record(end.event, stream)) return {"cuEventRecord", status};
+  if (end.waiter) end.waiter->watch(end.event);
+  return {};
+}
+
+// The columns of copies, each with `count` items. The driver reads them before the call returns.
+struct CopyColumns {
+  uint64_t* to;
+  uint64_t* from;
+  size_t* sizes;
+  size_t count;
+};
+
+// The most copies in the first call, in each later call as a multiple of the one before, and in any
+// call. On an H200 the driver needs 28 µs for a call and 0.43 µs for each copy, and the GPU begins
+// when a call returns: a small first call starts it early, and while it copies there is time for a
+// larger one. Batches of about 50,000 crashed drivers.
+inline constexpr size_t kFirstCopies = 16, kCopiesGrowth = 4, kCopiesMax = 4096;
+
+// Submit copies, then their end. attributes: a CUmemcpyAttributes, ignored without the batch call.
+// After a failure the earlier calls may be running, and the end is not recorded.
+inline CudaFailure submit_copies(const CudaFunctions& cuda, const CopyColumns& copies,
+                                 CudaHandle stream, void* attributes, const CudaEnd& end) {
+  size_t count_max = kFirstCopies, first = 0;
+  for (size_t at = 0; at < copies.count && cuda.copy_batch;) {
+    const size_t count = std::min(count_max, copies.count - at);
+    size_t failed = 0;
+    if (const int status = cuda.copy_batch(copies.to + at, copies.from + at, copies.sizes + at,
+                                           count, attributes, &first, 1, &failed, stream))
+      return {"cuMemcpyBatchAsync", status, at + failed};
+    at += count;
+    count_max = std::min(count_max * kCopiesGrowth, kCopiesMax);
+  }
+  for (size_t at = 0; at < copies.count && !cuda.copy_batch; ++at)
+    if (const int status = cuda.copy(copies.to[at], copies.from[at], copies.sizes[at], stream))
+      return {"cuMemcpyAsync", status, at};
+  return record_end(cuda, stream, end);
+}
+
+// Launch a kernel once for each row, then record the end. A row holds the number of thread blocks,
+// followed by the kernel's arguments. threads: per block.
+inline CudaFailure submit_launches(const CudaFunctions& cuda, CudaHandle kernel, unsigned threads,
+                                   std::span<uint64_t> rows, size_t columns, CudaHandle stream,
+                                   const CudaEnd& end) {
+  std::vector<void*> arguments(columns - 1);
+  for (size_t at = 0; at < rows.size() / columns; ++at) {
+    uint64_t* const row = &rows[at * columns];
+    for (size_t one = 0; one < arguments.size(); ++one) arguments[one] = row + 1 + one;
+    if (const int status = cuda.launch(kernel, static_cast<unsigned>(*row), 1, 1, threads, 1, 1, 0,
+                                       stream, arguments.data(), nullptr))
+      return {"cuLaunchKernel", status, at};
+  }
+  return record_end(cuda, stream, end);
+}
+
+}  // namespace nvmeof
