@@ -21,6 +21,7 @@
 
 #include <cerrno>
 
+#include "copies/cuda.h"
 #include "lanes/engine.h"
 #include "lanes/thread_ring.h"
 
@@ -683,6 +684,71 @@ void test_a_write_beside_many_reads() {
   CHECK(is_early);
 }
 
+// -- CUDA's calls, over functions that record them. An event is a number; 0 is none.
+
+std::vector<size_t> batches;
+std::vector<uint64_t> launched;
+std::atomic<size_t> recorded{0}, reached{0};  // events recorded, and those that the GPU has reached
+
+CudaFunctions cuda_functions() {
+  CudaFunctions cuda;
+  cuda.copy_batch = [](uint64_t*, uint64_t*, size_t* sizes, size_t number, void*, size_t*, size_t,
+                       size_t* failed, CudaHandle) {
+    for (*failed = 0; *failed < number; ++*failed)
+      if (!sizes[*failed]) return 1;
+    batches.push_back(number);
+    return 0;
+  };
+  cuda.launch = [](CudaHandle, unsigned blocks, unsigned, unsigned, unsigned threads, unsigned,
+                   unsigned, unsigned, CudaHandle, void** arguments, void**) {
+    launched.insert(launched.end(), {blocks, threads, *static_cast<uint64_t*>(arguments[0]),
+                                     *static_cast<uint64_t*>(arguments[1])});
+    return 0;
+  };
+  cuda.record = [](CudaHandle, CudaHandle) { return ++recorded, 0; };
+  cuda.synchronize = [](CudaHandle event) {
+    while (reached < reinterpret_cast<size_t>(event)) std::this_thread::yield();
+    return 0;
+  };
+  cuda.set_context = [](CudaHandle) { return 0; };
+  cuda.exchange_capture_mode = [](int* mode) { return *mode == 2 ? 0 : 1; };
+  return cuda;
+}
+
+void test_calls_of_copies() {
+  const CudaFunctions cuda = cuda_functions();
+  std::vector<uint64_t> addresses(10'000), sizes(10'000, 8);
+  const CopyColumns all{addresses.data(), addresses.data(), sizes.data()};
+  const CudaEnd end{reinterpret_cast<CudaHandle>(1), nullptr};
+  CHECK(!submit_copies(cuda, all, sizes.size(), nullptr, nullptr, end).call && recorded == 1);
+  CHECK((batches == std::vector<size_t>{16, 64, 256, 1024, 4096, 4096, 448}));
+  sizes[100] = 0;
+  const CudaFailure failed = submit_copies(cuda, all, sizes.size(), nullptr, nullptr, end);
+  CHECK(failed.call && failed.status == 1 && failed.at == 100 && recorded == 1);
+  std::vector<uint64_t> rows{7, 1, 2, 8, 3, 4};  // blocks and two arguments of two launches
+  CHECK(!submit_launches(cuda, nullptr, 32, rows, 3, nullptr, {}).call && recorded == 1);
+  CHECK((launched == std::vector<uint64_t>{7, 32, 1, 2, 8, 32, 3, 4}));
+}
+
+void test_a_waiter_of_events() {
+  const CudaFunctions cuda = cuda_functions();
+  const int fd = eventfd(0, EFD_CLOEXEC);
+  CHECK(fd >= 0);
+  eventfd_t signalled = 0;
+  EventWaiter waiter(cuda, fd, "waiter");
+  for (size_t event = 1; event <= 3; ++event)
+    CHECK(!record_end(cuda, nullptr, {reinterpret_cast<CudaHandle>(event), &waiter}).call);
+  CHECK(waiter.newest() == 3 && waiter.is_over(0) && !waiter.is_over(1));
+  reached = 1;
+  CHECK(eventfd_read(fd, &signalled) == 0 && signalled == 1);
+  CHECK(waiter.is_over(1) && !waiter.is_over(2));
+  reached = 3;
+  waiter.close();  // after the last event
+  CHECK(eventfd_read(fd, &signalled) == 0 && signalled == 2 && waiter.is_over(3));
+  EventWaiter(cuda, fd, "idle").close();
+  close(fd);
+}
+
 int main(int count, char** words) {
   CHECK(count == 4);  // directory, first seed, seeds
   const std::string directory = words[1];
@@ -697,6 +763,8 @@ int main(int count, char** words) {
   test_checksums(first);
   test_completions_that_follow();
   test_a_write_beside_many_reads();
+  test_calls_of_copies();
+  test_a_waiter_of_events();
   for (uint64_t seed = first; seed < first + seeds; ++seed) {
     test_mix(directory, seed, 2'000);
     test_close_under_load(directory, seed);

@@ -28,7 +28,6 @@ import errno
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -46,22 +45,13 @@ from vllm_nvmeof_offload.copy.base import (
     sides,
     spans,
 )
-from vllm_nvmeof_offload.copy.driver import (
-    NO_END,
-    ORDER_ANY,
-    ORDER_STREAM,
-    Cuda,
-    CudaError,
-    End,
-)
+from vllm_nvmeof_offload.copy.driver import NO_END, ORDER_ANY, ORDER_STREAM, Cuda, CudaError, End
 from vllm_nvmeof_offload.copy.gpu_checksums import Checksums, GpuChecksums
 from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import OK, Outcome, OutcomeKind
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.units import KIB, MIB
-
-if TYPE_CHECKING:
-    from vllm_nvmeof_offload.io.base import Waker
 
 _THREADS = 512
 _LANES = 32
@@ -103,9 +93,8 @@ class DmaCopier:
         order, after the fence. A load reads staging, which no kernel writes and which is already
         complete (docs/protocol.md, rule 3), so the driver may read it at once.
         """
-        columns = sides(direction, pieces)
+        columns, count = sides(direction, pieces), len(pieces)
         order = ORDER_STREAM if direction is Direction.STORE else ORDER_ANY
-        count = len(pieces)
         to, source, size = map(address_of, columns) if count else (0, 0, 0)
         self._cuda.submit_copies((to, source, size), count, stream, order, overlap, end)
 
@@ -165,7 +154,9 @@ class KernelCopier:
             table = self._idle.popleft()
             used.append(table)
             table.rows[: len(rows)] = rows
-            launches += self._launches(table.address, rows[:, 2])
+            for first, count in spans(rows[:, 2], LAUNCH_BYTES_MAX):
+                blocks = min(self._blocks_max, -(-count * _LANES // _THREADS))
+                launches.append((blocks, table.address + first * _ROW_BYTES, count))
         array = np.array(launches, np.uint64)
         self._cuda.submit_launches(self._kernel, _THREADS, array, stream, end)
         return True
@@ -174,13 +165,6 @@ class KernelCopier:
         """Free the kernel's memory. Call only when nothing is in progress."""
         self._idle.clear()
         self._cuda.free_host(self._memory)
-
-    def _launches(
-        self, table: int, sizes: npt.NDArray[np.uint64]
-    ) -> Iterator[tuple[int, int, int]]:
-        for first, count in spans(sizes, LAUNCH_BYTES_MAX):
-            blocks = min(self._blocks_max, -(-count * _LANES // _THREADS))
-            yield blocks, table + first * _ROW_BYTES, count
 
 
 def cut(
@@ -385,7 +369,9 @@ class CudaCopyEngine:
         self._logged: set[tuple[str, str]] = set()
 
     def _waiter(self, of: str) -> core.EventWaiter | None:
-        return self._cuda.waiter(self._waker.fd, f"nvmeof-{of}") if self._waker else None
+        if self._waker is None:
+            return None
+        return core.EventWaiter(self._cuda.functions, self._waker.fd, f"nvmeof-{of}")
 
     @property
     def streams(self) -> dict[Direction, int]:
@@ -517,10 +503,9 @@ class CudaCopyEngine:
         try:
             one.event = self._take_event(stream)
             # With checksums the ticket ends after both, so the copy alone has no end.
-            has_end = ticket.summed is None
-            mark = (one.event, stream.waiter) if has_end else NO_END
+            mark = NO_END if ticket.summed is not None else (one.event, stream.waiter)
             self._copy(ticket, stream.handle, one.tables, mark)
-            one.recorded = has_end
+            one.recorded = ticket.summed is None
         except CudaError as error:
             self._log(error)
             one.outcome = _FAILED

@@ -179,10 +179,7 @@ class Cuda:
         self._enter("cuStreamSynchronize", stream)
 
     def stream_is_done(self, stream: int) -> bool:
-        (status,) = self._api.cuStreamQuery(stream)
-        if status and status != _NOT_READY:
-            raise CudaError("cuStreamQuery", status.name)
-        return not status
+        return self._is_done("cuStreamQuery", *self._api.cuStreamQuery(stream))
 
     def wait_event(self, stream: int, event: int) -> None:
         """Order later work on `stream` after the work that `event` last recorded."""
@@ -196,14 +193,7 @@ class Cuda:
             raise CudaError("cuEventRecord", self._name_of(status))
 
     def event_is_done(self, event: int) -> bool:
-        status = self.functions.query(event)
-        if status and status != _NOT_READY:
-            raise CudaError("cuEventQuery", self._name_of(status))
-        return not status
-
-    def waiter(self, wake_fd: int, name: str) -> core.EventWaiter:
-        """Start a thread that waits for events and signals each end to the eventfd `wake_fd`."""
-        return core.EventWaiter(self.functions, wake_fd, name)
+        return self._is_done("cuEventQuery", self.functions.query(event))
 
     def destroy_event(self, event: int) -> None:
         self._enter("cuEventDestroy", event)
@@ -226,7 +216,7 @@ class Cuda:
         """
         attributes = _ATTRIBUTES[source_order, overlap]
         failed = self.functions.submit_copies(tables, count, stream, attributes, end)
-        self._check(failed, f"copy {{}} of {count}")
+        self._check(failed, count)
 
     def load_kernel(self, code: bytes, name: str) -> int:
         """Load a kernel from a cubin by its C name. It stays loaded until the process exits."""
@@ -248,7 +238,7 @@ class Cuda:
         `threads` is per block.
         """
         failed = self.functions.submit_launches(kernel, threads, launches, stream, end)
-        self._check(failed, f"launch {{}} of {len(launches)}")
+        self._check(failed, len(launches))
 
     # -- memory -----------------------------------------------------------------------
 
@@ -280,11 +270,17 @@ class Cuda:
             raise CudaError(call, status.name)
         return values[0] if len(values) == 1 else tuple(values) or None
 
-    def _check(self, failed: tuple[str, int, int] | None, place: str) -> None:
+    def _check(self, failed: tuple[str, int, int] | None, count: int) -> None:
         if failed is not None:
             call, status, at = failed
-            detail = "" if call == "cuEventRecord" else ", " + place.format(at)
+            what = "launch" if call == "cuLaunchKernel" else "copy"
+            detail = "" if call == "cuEventRecord" else f", {what} {at} of {count}"
             raise CudaError(call, self._name_of(status), detail)
+
+    def _is_done(self, call: str, status: int) -> bool:
+        if status and status != _NOT_READY:
+            raise CudaError(call, self._name_of(status))
+        return not status
 
     def _name_of(self, status: int) -> str:
         try:

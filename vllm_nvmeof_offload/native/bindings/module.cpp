@@ -12,6 +12,7 @@
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <bit>
 #include <cstring>
 #include <numeric>
 
@@ -252,25 +253,13 @@ void as_os_error(const std::exception_ptr& caught, void*) {
 
 CudaHandle handle(uintptr_t number) { return reinterpret_cast<CudaHandle>(number); }
 
-template <typename Function>
-void set(Function*& function, uintptr_t address) {
-  function = reinterpret_cast<Function*>(address);
-}
-
 // addresses: of the functions, in the order of their declarations.
 void make_functions(CudaFunctions* at, uintptr_t context,
                     const std::array<uintptr_t, 8>& addresses) {
-  CudaFunctions& cuda = *new (at) CudaFunctions;
-  cuda.context = handle(context);
-  const auto& [batch, copy, launch, record, query, synchronize, enter, exchange] = addresses;
-  set(cuda.copy_batch, batch);
-  set(cuda.copy, copy);
-  set(cuda.launch, launch);
-  set(cuda.record, record);
-  set(cuda.query, query);
-  set(cuda.synchronize, synchronize);
-  set(cuda.set_context, enter);
-  set(cuda.exchange_capture_mode, exchange);
+  static_assert(sizeof *at == sizeof context + sizeof addresses);
+  std::array<uintptr_t, 9> words{context};
+  std::ranges::copy(addresses, words.begin() + 1);
+  new (at) CudaFunctions(std::bit_cast<CudaFunctions>(words));
 }
 
 // A `CudaFailure`, or None after success.
@@ -279,37 +268,35 @@ using End = std::pair<uintptr_t, std::optional<EventWaiter*>>;  // a `CudaEnd`
 
 CudaEnd end_of(const End& end) { return {handle(end.first), end.second.value_or(nullptr)}; }
 
-Failure failure_of(const CudaFailure& failure) {
+// Release the GIL once for all calls, because each may wait for the driver's locks or queues.
+template <typename Submit>
+Failure unlocked(const Submit& submit) {
+  CudaFailure failure;
+  {
+    const nb::gil_scoped_release release;
+    failure = submit();
+  }
   if (!failure.call) return std::nullopt;
   return std::tuple(failure.call, failure.status, failure.at);
 }
 
-// The GIL is released once, for all calls: each may wait for the driver's locks or queues.
-Failure submit_columns(const CudaFunctions& cuda,
-                       const std::tuple<uintptr_t, uintptr_t, uintptr_t>& columns, size_t count,
-                       uintptr_t stream, uintptr_t attributes, const End& end) {
-  const auto [to, from, sizes] = columns;
-  const auto words = [](uintptr_t address) { return reinterpret_cast<uint64_t*>(address); };
-  const CopyColumns copies{words(to), words(from), words(sizes), count};
-  CudaFailure failure;
-  {
-    const nb::gil_scoped_release release;
-    failure = submit_copies(cuda, copies, handle(stream), handle(attributes), end_of(end));
-  }
-  return failure_of(failure);
+Failure submit_columns(const CudaFunctions& cuda, const std::array<uintptr_t, 3>& columns,
+                       size_t count, uintptr_t stream, uintptr_t attributes, const End& end) {
+  const auto copies = std::bit_cast<CopyColumns>(columns);
+  return unlocked([&] {
+    return submit_copies(cuda, copies, count, handle(stream), handle(attributes), end_of(end));
+  });
 }
 
 using Launches = nb::ndarray<uint64_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 
 Failure submit_rows(const CudaFunctions& cuda, uintptr_t kernel, unsigned threads,
                     Launches launches, uintptr_t stream, const End& end) {
-  CudaFailure failure;
-  {
-    const nb::gil_scoped_release release;
-    failure = submit_launches(cuda, handle(kernel), threads, {launches.data(), launches.size()},
-                              launches.shape(1), handle(stream), end_of(end));
-  }
-  return failure_of(failure);
+  const std::span<uint64_t> rows{launches.data(), launches.size()};
+  return unlocked([&] {
+    return submit_launches(cuda, handle(kernel), threads, rows, launches.shape(1), handle(stream),
+                           end_of(end));
+  });
 }
 
 void bind_cuda(nb::module_& m) {

@@ -51,28 +51,23 @@ struct CudaFailure {
 };
 
 // A thread that blocks in the driver until the oldest watched event is done, and then signals an
-// eventfd: the pipeline's thread sleeps on file descriptors, and CUDA events have none.
+// eventfd. Events must be watched in the order in which they end. They are numbered from 1.
 class EventWaiter {
  public:
   EventWaiter(const CudaFunctions& cuda, int wake_fd, const std::string& name)
       : state_(std::make_shared<State>(cuda, wake_fd)), thread_([state = state_] { run(*state); }) {
     pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
   }
-  EventWaiter(const EventWaiter&) = delete;
-  EventWaiter& operator=(const EventWaiter&) = delete;
   ~EventWaiter() {
     if (thread_.joinable()) thread_.detach();  // the process exits without closing the engine
   }
 
-  // Signal the end of an event. Events must be watched in the order in which they end, because the
-  // thread waits for one after another. Events are numbered, beginning with 1.
   void watch(CudaHandle event) {
     const std::scoped_lock lock(state_->mutex);
     state_->events.push_back(event);
     state_->changed.notify_one();
     ++watched_;
   }
-  // Return the number of the event that was watched last, or 0.
   uint64_t newest() const { return watched_; }
   // Return whether the thread no longer needs the event with this number, so that it may be reused.
   bool is_over(uint64_t number) const { return state_->done >= number; }
@@ -90,8 +85,6 @@ class EventWaiter {
   struct State {
     State(const CudaFunctions& functions, int fd)
         : cuda(functions), wake_fd(fcntl(fd, F_DUPFD_CLOEXEC, 0)) {}
-    State(const State&) = delete;
-    State& operator=(const State&) = delete;
     ~State() { ::close(wake_fd); }
 
     const CudaFunctions cuda;
@@ -104,9 +97,7 @@ class EventWaiter {
   };
 
   static void run(State& state) {
-    // After a failure, each wait below fails too. The mode is explained in `copy/driver.py`.
-    constexpr int kRelaxed = 2;
-    int mode = kRelaxed;
+    int mode = 2;  // relaxed; `Cuda.enter_own_thread` explains why
     state.cuda.set_context(state.cuda.context);
     state.cuda.exchange_capture_mode(&mode);
     for (std::unique_lock lock(state.mutex);; lock.lock()) {
@@ -140,37 +131,37 @@ inline CudaFailure record_end(const CudaFunctions& cuda, CudaHandle stream, cons
   return {};
 }
 
-// The columns of copies, each with `count` items. The driver reads them before the call returns.
+// The columns of copies.
 struct CopyColumns {
-  uint64_t* to;
-  uint64_t* from;
+  uint64_t *to, *from;
   size_t* sizes;
-  size_t count;
 };
 
 // The most copies in the first call, in each later call as a multiple of the one before, and in any
-// call. On an H200 the driver needs 28 µs for a call and 0.43 µs for each copy, and the GPU begins
-// when a call returns: a small first call starts it early, and while it copies there is time for a
-// larger one. Batches of about 50,000 crashed drivers.
+// call. The driver needs 0.43 µs for a copy and, because 16 calls of 64 took 895 µs on an H200,
+// about 28 µs for a call. The GPU seems to start when a call returns: a small first call starts it
+// early, and while it copies there is time for a larger one. Batches of about 50,000 crashed
+// drivers.
 inline constexpr size_t kFirstCopies = 16, kCopiesGrowth = 4, kCopiesMax = 4096;
 
 // Submit copies, then their end. attributes: a CUmemcpyAttributes, ignored without the batch call.
 // After a failure the earlier calls may be running, and the end is not recorded.
-inline CudaFailure submit_copies(const CudaFunctions& cuda, const CopyColumns& copies,
+inline CudaFailure submit_copies(const CudaFunctions& cuda, const CopyColumns& all, size_t count,
                                  CudaHandle stream, void* attributes, const CudaEnd& end) {
-  size_t count_max = kFirstCopies, first = 0;
-  for (size_t at = 0; at < copies.count && cuda.copy_batch;) {
-    const size_t count = std::min(count_max, copies.count - at);
-    size_t failed = 0;
-    if (const int status = cuda.copy_batch(copies.to + at, copies.from + at, copies.sizes + at,
-                                           count, attributes, &first, 1, &failed, stream))
-      return {"cuMemcpyBatchAsync", status, at + failed};
-    at += count;
-    count_max = std::min(count_max * kCopiesGrowth, kCopiesMax);
+  size_t first = 0, failed = 0, call_max = kFirstCopies;
+  for (size_t at = 0, taken = 1; at < count; at += taken) {
+    uint64_t *const to = all.to + at, *const from = all.from + at;
+    if (!cuda.copy_batch) {
+      if (const int status = cuda.copy(*to, *from, all.sizes[at], stream))
+        return {"cuMemcpyAsync", status, at};
+      continue;
+    }
+    taken = std::min(call_max, count - at);
+    call_max = std::min(call_max * kCopiesGrowth, kCopiesMax);
+    const int status =
+        cuda.copy_batch(to, from, all.sizes + at, taken, attributes, &first, 1, &failed, stream);
+    if (status) return {"cuMemcpyBatchAsync", status, at + failed};
   }
-  for (size_t at = 0; at < copies.count && !cuda.copy_batch; ++at)
-    if (const int status = cuda.copy(copies.to[at], copies.from[at], copies.sizes[at], stream))
-      return {"cuMemcpyAsync", status, at};
   return record_end(cuda, stream, end);
 }
 
