@@ -14,6 +14,7 @@ import errno
 import ipaddress
 import json
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -35,7 +36,7 @@ from pydantic import (
 )
 
 from vllm_nvmeof_offload import SPEC_MODULE, SPEC_NAME
-from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.errors import ConfigError, raise_all
 from vllm_nvmeof_offload.limits import (
     existing,
     is_on_root,
@@ -82,6 +83,9 @@ _FOREIGN_KEYS = {
     "secondary_tiers": "targets",
     "root_dir": "targets",
 }
+
+#: Mistakes in a target: a shell's variable, and paths that a comma or a colon separates.
+_VARIABLE, _TWO_PATHS = re.compile(r"\$\w|\$\{"), re.compile(r"[:,]\s*[/~]")
 
 #: Values of `share` that are not names of groups.
 _NO_GROUPS = frozenset({"off", "host"})
@@ -356,6 +360,11 @@ class OffloadConfig(BaseModel):
             raise ValueError("an empty path")
         if any(os.path.expanduser(t).startswith("~") for t in targets):
             raise ValueError("~ has no meaning: HOME and the user database name no directory")
+        for target in targets:
+            if _VARIABLE.search(target):
+                raise ValueError(f"the variable in {target} is not expanded here")
+            if _TWO_PATHS.search(target) and not os.path.exists(target):
+                raise ValueError(f"{target} looks like two paths, and does not exist")
         paths = [os.path.abspath(os.path.expanduser(t)) for t in targets]
         if len({os.path.realpath(p) for p in paths}) != len(paths):
             raise ValueError("the same directory twice")
@@ -473,21 +482,44 @@ def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None)
     Refuses an unknown key or variable, a wrong type, a value that cannot work, and fault injection
     that `ALLOW_FAULTS` does not allow.
     """
-    env = os.environ if env is None else env
-    extra = {name: value for name, value in extra.items() if name != WEIGHTS_SEEN}
-    values = {**_from_env(env), **extra}
-    for name in extra:
-        if name not in OffloadConfig.model_fields:
-            raise _unknown(str(name), extra[name], "key", list(OffloadConfig.model_fields))
-    values.setdefault("targets", [default_target(env)])
-    try:
-        config = OffloadConfig.model_validate(values)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        key = str(first["loc"][0])
-        raise _refusal(key, values[key], key in extra, first) from None
-    config._tuning = Tuning.from_env(env)
+    config, errors = diagnose(extra, env)
+    raise_all(errors)
     return config
+
+
+def diagnose(
+    extra: Mapping[str, Any], env: Mapping[str, str] | None = None
+) -> tuple[OffloadConfig, list[ConfigError]]:
+    """Parse as `parse_config`, but return all errors instead of raising them.
+
+    In the returned settings, keys with errors have their defaults.
+    """
+    env = os.environ if env is None else env
+    errors: list[ConfigError] = []
+    values = _from_env(env, errors)
+    for name, value in extra.items():
+        if name in OffloadConfig.model_fields:
+            values[name] = value
+        elif name != WEIGHTS_SEEN:
+            errors.append(_unknown(str(name), value, "key", list(OffloadConfig.model_fields)))
+    values.setdefault("targets", [default_target(env)])
+    config = None
+    while config is None:  # each turn removes the values that the previous one has refused
+        found: dict[str, Any] = {}
+        try:
+            config = OffloadConfig.model_validate(values)
+        except ValidationError as error:
+            for one in error.errors(include_url=False):
+                found.setdefault(str(one["loc"][0]), one)
+        except ConfigError as error:  # of two keys that contradict each other
+            errors.append(error)
+            del values[error.key]
+        errors += [_refusal(key, values.pop(key), key in extra, found[key]) for key in found]
+    try:
+        config._tuning = Tuning.from_env(env)
+    except ConfigError as error:
+        errors.append(error)
+    return config, errors
 
 
 def _variable(key: str) -> str:
@@ -503,15 +535,17 @@ def _variables() -> dict[str, str]:
     }
 
 
-def _from_env(env: Mapping[str, str]) -> dict[str, Any]:
+def _from_env(env: Mapping[str, str], errors: list[ConfigError]) -> dict[str, Any]:
+    """Return the values of variables by key; append an error for each unknown variable."""
     known = _variables()
     values: dict[str, Any] = {}
     for variable, text in env.items():
         if not variable.startswith(ENV_PREFIX) or variable in (ALLOW_FAULTS, EXPERIMENT):
             continue
-        if variable not in known:
-            raise _unknown(variable, text, "environment variable", list(known))
-        values[known[variable]] = _typed(known[variable], text)
+        if variable in known:
+            values[known[variable]] = _typed(known[variable], text)
+        else:
+            errors.append(_unknown(variable, text, "environment variable", list(known)))
     return values
 
 
@@ -539,13 +573,15 @@ def _unknown(name: str, value: object, kind: str, valid: list[str]) -> ConfigErr
 
 def _refusal(key: str, value: object, from_json: bool, error: Any) -> ConfigError:
     """Turn a pydantic error into a plain sentence."""
-    shown = key if from_json else _variable(key)
+    shown, wrong = key if from_json else _variable(key), value
+    where, at = error["loc"][1:2], ""
+    if isinstance(value, list) and where and isinstance(where[0], int):
+        wrong, at = error["input"], f"element {where[0]}, "
     why = str(error["ctx"]["error"]) if error["type"] == "value_error" else ""
-    given = f"a value of type {type(value).__name__} " if error["type"].endswith("_type") else ""
+    if error["type"].endswith("_type"):
+        at += f"a value of type {type(wrong).__name__} "
     reason = f" ({why})" if why and repr(value) not in why else ""
-    return ConfigError(
-        shown, value, f"{given}cannot be used{reason}; give {_notes(key)['allowed']}"
-    )
+    return ConfigError(shown, value, f"{at}cannot be used{reason}; give {_notes(key)['allowed']}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 
     OffloadError
     ├── ConfigError          a configuration value that cannot work (key, value, remedy)
+    │   └── CombinedConfigError  several of these, one per line
     ├── PoolError            a pool directory that cannot be used
     │   ├── PoolFormatError      superblock, header or table that is not ours or not intact
     │   │   └── UnknownFormatError   an intact superblock of a format that this program cannot use
@@ -19,7 +20,7 @@ import contextlib
 import enum
 import errno as _errno
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -35,6 +36,21 @@ class ConfigError(OffloadError):
         self.key = key
         self.value = value
         self.remedy = remedy
+
+
+class CombinedConfigError(ConfigError):
+    """Several configuration values that cannot work; key, value and remedy are the first one's."""
+
+    def __init__(self, errors: Sequence[ConfigError]) -> None:
+        first = errors[0]
+        super().__init__(first.key, first.value, first.remedy)
+        self.args = ("\n".join(map(str, errors)),)
+
+
+def raise_all(errors: Sequence[ConfigError]) -> None:
+    """Raise the errors, if there are any: a single one as it is."""
+    if errors:
+        raise errors[0] if len(errors) == 1 else CombinedConfigError(errors)
 
 
 class PoolError(OffloadError):

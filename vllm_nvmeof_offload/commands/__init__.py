@@ -38,13 +38,14 @@ EPILOG = "Exit codes:\n\n" + "\n\n".join(f"{code}: {says}." for code, says in EX
 
 
 class Commands(TyperGroup):
-    """A command group that reports an `OffloadError` in one line and exits with `FAILED`."""
+    """A command group that reports each `OffloadError` in one line and exits with `FAILED`."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except OffloadError as error:
-            typer.echo(f"vllm-nvmeof: {error}", err=True)
+            for line in str(error).splitlines():
+                typer.echo(f"vllm-nvmeof: {line}", err=True)
             raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:
             typer.echo("vllm-nvmeof: interrupted", err=True)
