@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import asdict, fields
@@ -12,8 +11,6 @@ from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.commands import EPILOG, FAILED, Commands, print_json
@@ -52,9 +49,6 @@ except ModuleNotFoundError:
 else:
     app.command()(demo)
     app.add_typer(bench_app, name="bench")
-
-#: The key of --kv-transfer-config under which our keys are given.
-_EXTRA = "kv_connector_extra_config"
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 KvType = Annotated[
@@ -242,120 +236,53 @@ def _options(
 
 @config_app.callback()
 def config(context: typer.Context, as_json: AsJson = False) -> None:
-    """List every configuration key with its unit, default and meaning."""
-    if context.invoked_subcommand is not None:
-        return
-    from vllm_nvmeof_offload.config import describe_keys
+    """List every configuration key with its meaning, default on this machine and allowed values."""
+    if context.invoked_subcommand is None:
+        from vllm_nvmeof_offload.commands import configuration
 
-    rows = describe_keys()
-    if as_json:
-        print_json(rows)
-        return
-    table = Table("key", "unit", "default", "meaning", show_lines=True)
-    for row in rows:
-        default = row.get("default_text") or json.dumps(row["default"])
-        table.add_row(row["key"], row["unit"], default, row["meaning"])
-    console = Console()
-    console.print(table)
-    console.print(
-        "Set keys in kv_connector_extra_config of --kv-transfer-config. Keys of this package can "
-        "also be set as environment variables, such as VLLM_NVMEOF_STAGING_BYTES.",
-        highlight=False,
-    )
+        configuration.print_keys(as_json)
+
+
+@config_app.command("show")
+def config_show(
+    key: Annotated[str, typer.Argument(help="A key, or its environment variable.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show one configuration key, with its environment variable and that variable's value."""
+    from vllm_nvmeof_offload.commands import configuration
+
+    configuration.print_key(key, as_json)
 
 
 @config_app.command("check")
+@_with_deployment(
+    *("tensor_parallel", "pipeline_parallel"),
+    *("prefill_context_parallel", "decode_context_parallel"),
+    *("layout", "block_tokens"),
+)
 def config_check(
-    source: Annotated[str, typer.Argument(help="The configuration as JSON, or a JSON file.")],
+    source: Annotated[
+        str, typer.Argument(help="The configuration as JSON, or a JSON file, or vLLM's YAML file.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Also check sizes that depend on the model: a config.json, its directory, or a "
+            "known model. Default: the model of a YAML file."
+        ),
+    ] = None,
+    kv_dtype: KvType = "auto",
     as_json: AsJson = False,
+    **given: Any,
 ) -> None:
-    """Check a configuration on this machine: keys, values, memory, targets.
+    """Check a configuration as a server would on this machine, and report all errors at once.
 
-    Accepts a whole --kv-transfer-config or only its kv_connector_extra_config. Creates nothing.
+    Accepts a whole --kv-transfer-config, only its kv_connector_extra_config, or a file for vLLM's
+    --config. Creates nothing.
     """
-    from vllm_nvmeof_offload import config as keys
-    from vllm_nvmeof_offload.pool.ownership import usable_bytes
-    from vllm_nvmeof_offload.units import format_bytes
+    from vllm_nvmeof_offload.commands import configuration
 
-    settings = keys.parse_config(_read_json(source))
-    _check_policy(settings.eviction_policy)
-    keys.check_memory(settings)
-    keys.share_secret(settings)
-    targets = keys.check_targets(settings, create=False)
-    held = [usable_bytes([Path(target.path)]) for target in targets]
-    if settings.pool_bytes:
-        keys.check_space(settings, held)
-    pool_bytes = keys.resolve_pool_bytes(settings, sum(held))
-    if as_json:
-        print_json({"config": settings.model_dump(), "pool_bytes_resolved": pool_bytes})
-        return
-    typer.echo(f"staging  {format_bytes(settings.staging_bytes)} of pinned memory")
-    typer.echo(f"pool     {format_bytes(pool_bytes) if pool_bytes else 'none'}")
-    for target in targets:
-        free = format_bytes(target.free_bytes)
-        typer.echo(f"target   {target.path} ({target.file_system}, {free} free)")
-        if not os.path.isdir(target.path):
-            warning = f"warning: {target.path} does not exist; a server would create it"
-            typer.echo(f"{warning}. Is its file system mounted?", err=True)
-
-
-def _check_policy(name: str) -> None:
-    """Try a user's eviction policy on a small CPU tier in which one slot stays in use.
-
-    Raises:
-        ConfigError: no policy has this name, or the policy raises or returns the slot in use.
-    """
-    from vllm_nvmeof_offload.errors import ConfigError
-    from vllm_nvmeof_offload.manager.eviction import choose_policy
-    from vllm_nvmeof_offload.native import Tiers
-
-    make, generation = choose_policy(name), 0
-    try:
-        tiers = Tiers(4, [], key_bytes=8, policy=make)
-        for number in range(64):
-            keys = [(number << 32).to_bytes(8, "big")]
-            batch, _, _, generation = tiers.plan_store(keys, None, generation)
-            tiers.report(0, batch)  # the store is complete
-            tiers.touch(keys)
-            if number == 0:
-                tiers.plan_load(keys, 0)  # a load that never ends
-    except Exception as error:
-        why = f"it raises {type(error).__name__}: {error}"
-        raise ConfigError("eviction_policy", name, f"is not an eviction policy: {why}") from error
-
-
-def _refuse_other_backend(value: object) -> None:
-    """Refuse a --kv-transfer-config that would not start this backend."""
-    from vllm_nvmeof_offload import CONNECTOR_NAME, STOCK_CONNECTOR_NAME
-    from vllm_nvmeof_offload.errors import ConfigError
-
-    name = value.get("kv_connector") if isinstance(value, dict) else None
-    if name not in (None, CONNECTOR_NAME, STOCK_CONNECTOR_NAME, "MultiConnector"):
-        remedy = f"another backend, or a typo; did you mean {CONNECTOR_NAME}?"
-        raise ConfigError("kv_connector", name, remedy)
-
-
-def _read_json(source: str) -> dict[str, Any]:
-    """Return the extra configuration in `source`, which is JSON or the name of a JSON file."""
-    from vllm_nvmeof_offload.errors import ConfigError
-
-    text = source
-    if not source.lstrip().startswith("{"):
-        try:
-            text = Path(source).read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise ConfigError("file", source, f"cannot be read ({reason})") from None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError("JSON", source, f"does not parse: {error}") from None
-    _refuse_other_backend(value)
-    if isinstance(value, dict) and isinstance(value.get(_EXTRA), dict):
-        value = value[_EXTRA]
-    if not isinstance(value, dict):
-        raise ConfigError("JSON", source, "give an object, { … }")
-    return {key: part for key, part in value.items() if key != "kv_connector"}
+    configuration.check(source, model, kv_dtype, as_json, given)
 
 
 @pool_app.command("ls")

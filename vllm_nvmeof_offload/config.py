@@ -19,7 +19,7 @@ import shlex
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -37,6 +37,7 @@ from pydantic import (
 
 from vllm_nvmeof_offload import SPEC_MODULE, SPEC_NAME
 from vllm_nvmeof_offload.errors import ConfigError, raise_all
+from vllm_nvmeof_offload.groups import GroupBlocks, blocks_that_fit, why_one_block
 from vllm_nvmeof_offload.limits import (
     existing,
     is_on_root,
@@ -466,6 +467,16 @@ def describe_keys(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
     return rows
 
 
+def find_key(name: str) -> str:
+    """Return the key that `name`, a key or its variable, means. Raises ConfigError if there is
+    none."""
+    key = name.lower().removeprefix(ENV_PREFIX.lower())
+    if key not in OffloadConfig.model_fields:
+        near = _nearest(name, list(OffloadConfig.model_fields))
+        raise ConfigError("KEY", name, f"no key has this name; did you mean {near}?")
+    return key
+
+
 def _notes(key: str) -> dict[str, str]:
     """Return a key's `unit` and `allowed`."""
     notes = OffloadConfig.model_fields[key].json_schema_extra
@@ -564,11 +575,15 @@ def _typed(name: str, text: str) -> Any:
 
 
 def _unknown(name: str, value: object, kind: str, valid: list[str]) -> ConfigError:
+    near = _nearest(name, valid)
+    remedy = f"unknown {kind}; did you mean {near}? `vllm-nvmeof config` lists them all"
+    return ConfigError(name, value, remedy)
+
+
+def _nearest(name: str, valid: list[str]) -> str:
     lower = {one.lower(): one for one in valid}
     near = lower[difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.0)[0]]
-    hint = _FOREIGN_KEYS.get(name, near)
-    remedy = f"unknown {kind}; did you mean {hint}? `vllm-nvmeof config` lists them all"
-    return ConfigError(name, value, remedy)
+    return _FOREIGN_KEYS.get(name, near)
 
 
 def _refusal(key: str, value: object, from_json: bool, error: Any) -> ConfigError:
@@ -579,7 +594,7 @@ def _refusal(key: str, value: object, from_json: bool, error: Any) -> ConfigErro
         wrong, at = error["input"], f"element {where[0]}, "
     why = str(error["ctx"]["error"]) if error["type"] == "value_error" else ""
     if error["type"].endswith("_type"):
-        at += f"a value of type {type(wrong).__name__} "
+        at += f"a value of type {type(wrong).__name__}{', ' if at else ' '}"
     reason = f" ({why})" if why and repr(value) not in why else ""
     return ConfigError(shown, value, f"{at}cannot be used{reason}; give {_notes(key)['allowed']}")
 
@@ -643,7 +658,7 @@ def _check_target(path: str, config: OffloadConfig, create: bool) -> TargetInfo:
             with tempfile.TemporaryFile(dir=path) as probe:
                 probe.write(b"\0")
                 probe.flush()
-        elif not os.access(existing(Path(path)), os.W_OK | os.X_OK):
+        elif not _may_create(existing(Path(path))):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise ConfigError(
@@ -654,6 +669,11 @@ def _check_target(path: str, config: OffloadConfig, create: bool) -> TargetInfo:
         ) from None
     place = existing(Path(path))
     return TargetInfo(path, _file_system(str(place)), shutil.disk_usage(place).free)
+
+
+def _may_create(place: Path) -> bool:
+    """Return whether files can be created in `place`: not even root can in /proc, of size 0."""
+    return os.access(place, os.W_OK | os.X_OK) and shutil.disk_usage(place).total > 0
 
 
 def needs_permission(path: str) -> bool:
@@ -793,6 +813,41 @@ def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> 
     return max(1, min(wanted, _CHUNK_TOKENS_MAX // block_tokens))
 
 
+def blocks_of_chunk(
+    config: OffloadConfig, groups: Sequence[GroupBlocks], block_bytes: int
+) -> tuple[int, str]:
+    """Return the blocks per chunk that suit all groups, and a warning about a configured number.
+
+    `block_bytes` is as in `chunk_blocks`. The warning is empty if there is nothing to say. Raises
+    ConfigError for a configured number that cannot work.
+    """
+    blocks = chunk_blocks(config, block_bytes, groups[0].block_tokens)
+    fitting = blocks_that_fit(groups, blocks)
+    keys = ("blocks_per_chunk", "block_size")
+    given = next((key for key in keys if getattr(config, key) is not None), "")
+    if not given:
+        return fitting, ""
+    value, tokens = getattr(config, given), groups[0].block_tokens
+    if given == "block_size" and value % tokens:
+        remedy = f"not a multiple of {tokens}, the tokens of a block of this model; leave it out"
+        raise ConfigError(given, value, remedy)
+    if blocks == fitting:
+        return blocks, ""
+    if reason := why_one_block(groups):
+        raise ConfigError(given, value, f"{reason}; leave it out")
+    return blocks, (
+        f"{given}={value} makes chunks that exceed a window or do not divide an attention chunk, "
+        f"so many are not stored: leave it out, or give at most {fitting} blocks per chunk"
+    )
+
+
+def set_replicas(extra: MutableMapping[str, Any], count: int) -> None:
+    """Write vLLM's number of data-parallel replicas into `extra`; refuse a different number."""
+    if count > 1 and extra.setdefault("replicas", count) != count:
+        remedy = f"data_parallel_size is {count}; leave this key out"
+        raise ConfigError("replicas", extra["replicas"], remedy)
+
+
 def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
     """Return the size of the pool in bytes over all ranks and targets, or 0 for none.
 
@@ -841,25 +896,24 @@ def check_fits(
     payload of one rank's part of a chunk. `held_bytes` is as in `resolve_pool_bytes`.
     """
     slots = _STREAM_SLOTS_MIN + 1 + serve_slots(config, slot_bytes)
-    ranks = world_size * replicas
+    ranks, errors = world_size * replicas, []
     if config.staging_bytes // ranks < slots * slot_bytes:
-        raise ConfigError(
-            "staging_bytes",
-            format_bytes(config.staging_bytes),
+        remedy = (
             f"too small for {slots} slots of {format_bytes(slot_bytes)} on each of {ranks} "
             f"rank(s); give at least {_at_least(slots * slot_bytes * ranks)}, or a smaller "
-            f"{'serve_bytes or ' if config.peer_listen else ''}chunk_bytes_min",
+            f"{'serve_bytes or ' if config.peer_listen else ''}chunk_bytes_min"
         )
+        errors.append(ConfigError("staging_bytes", format_bytes(config.staging_bytes), remedy))
     pool_bytes = resolve_pool_bytes(config, held_bytes)
     if pool_bytes and pool_bytes // ranks < slot_bytes:
         explicit = config.pool_bytes is not None
-        raise ConfigError(
-            "pool_bytes",
-            format_bytes(pool_bytes),
+        remedy = (
             f"smaller than one slot of {format_bytes(slot_bytes)} on each of {ranks} rank(s)"
             f"{'' if explicit else ', which is half of the free space on the targets'}; give at "
-            f"least {_at_least(slot_bytes * ranks)}, or 0 for no pool",
+            f"least {_at_least(slot_bytes * ranks)}, or 0 for no pool"
         )
+        errors.append(ConfigError("pool_bytes", format_bytes(pool_bytes), remedy))
+    raise_all(errors)
 
 
 def _at_least(count: int) -> str:

@@ -45,12 +45,18 @@ class CombinedConfigError(ConfigError):
         first = errors[0]
         super().__init__(first.key, first.value, first.remedy)
         self.args = ("\n".join(map(str, errors)),)
+        self.errors = tuple(errors)
 
 
 def raise_all(errors: Sequence[ConfigError]) -> None:
     """Raise the errors, if there are any: a single one as it is."""
     if errors:
         raise errors[0] if len(errors) == 1 else CombinedConfigError(errors)
+
+
+def errors_of(error: ConfigError) -> tuple[ConfigError, ...]:
+    """Return the errors that `raise_all` raised together."""
+    return error.errors if isinstance(error, CombinedConfigError) else (error,)
 
 
 class PoolError(OffloadError):

@@ -6,10 +6,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from typer.testing import CliRunner
@@ -20,6 +22,9 @@ from vllm_nvmeof_offload.commands import EXIT_CODES, FAILED
 from vllm_nvmeof_offload.commands.pool.check import Damage
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.fabric.findings import Severity
+
+NOT_ON_ROOT = '"allow_root_file_system": false'
+CONNECTOR = '"NVMeoFOffloadingConnector"'
 
 runner = CliRunner()
 
@@ -51,7 +56,11 @@ def test_config_lists_every_key_for_people_and_for_programs() -> None:
 @pytest.mark.parametrize("whole", [True, False])
 def test_config_check_accepts_the_whole_json_or_our_part_of_it(tmp_path: Path, whole: bool) -> None:
     extra = {"targets": str(tmp_path / "pool"), "pool_bytes": "1GiB", "staging_bytes": "1GiB"}
-    named = {"kv_connector": "NVMeoFOffloadingConnector", "kv_connector_extra_config": extra}
+    named = {
+        "kv_connector": "NVMeoFOffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
     value = named if whole else extra
     file = tmp_path / "config.json"
     file.write_text(json.dumps(value))
@@ -72,6 +81,19 @@ def test_config_check_accepts_the_whole_json_or_our_part_of_it(tmp_path: Path, w
         ('{"kv_connector": "NVMeOFOffloadingConnector"}', "did you mean NVMeoFOffloadingConn"),
         ('{"pool_bytes": "100TiB", "targets": "/dev/shm/pool"}', "stay free; give at most"),
         ('{"share_secret_file": "/no such/file"}', "cannot be read"),
+        (f'{{"targets": "/no/kv/0", {NOT_ON_ROOT}}}', "does not exist and would be created on the"),
+        ('{"targets": "/dev/shm/a:/dev/shm/b"}', "looks like two paths, and does not exist"),
+        ('{"targets": "/dev/shm/a,/dev/shm/b"}', "looks like two paths, and does not exist"),
+        ('{"targets": "$HOME/kv"}', "the variable in $HOME/kv is not expanded here"),
+        ('{"targets": [1]}', "element 0, a value of type int, cannot be used; give one path"),
+        ('{"peers": [7000]}', "element 0, a value of type int, cannot be used"),
+        ('{"kv_connector": "LMCacheConnector"}', "another backend, or a typo"),
+        (f'{{"kv_connector": {CONNECTOR}}}', "vLLM needs it with kv_connector; give kv_both"),
+        (f'{{"kv_connector": {CONNECTOR}, "kv_role": "kv_producer"}}', "engine; give kv_both"),
+        ('{"kv_role": "kv_both", "pool_bytes": 0}', "keys of ours go into kv_connector_extra"),
+        ('{"kv_connector": "MultiConnector", "kv_role": "kv_both"}', "none of its connectors is"),
+        ('{"kv_connector_extra_config": []}', "give an object"),
+        ('{"peer_listen": "0.0.0.0:7000"}', "give a share_secret_file"),
     ],
 )
 def test_config_check_refuses_in_one_plain_line(source: str, message: str) -> None:
@@ -81,11 +103,146 @@ def test_config_check_refuses_in_one_plain_line(source: str, message: str) -> No
     assert message in result.stderr
 
 
+def checked(source: object, *words: str, code: int = 0) -> Any:
+    """Return the output of `config check --json`."""
+    text = source if isinstance(source, str) else json.dumps(source)
+    result = runner.invoke(app, ["config", "check", text, *words, "--json"])
+    assert result.exit_code == code, result.output
+    return json.loads(result.stdout)
+
+
+def keys_of(found: Any) -> list[str]:
+    return [error["key"] for error in found["errors"]]
+
+
+def test_config_check_reports_all_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    extra = {
+        "foo": 1,
+        "staging_bytes": "1000TiB",
+        "o_direct": 3,
+        "share": "group",
+        "peers": "d0:1",
+        "targets": ["/proc/no"],
+        "share_secret_file": "/no",
+        "eviction_policy": "none",
+    }
+    monkeypatch.setenv("VLLM_NVMEOF_FO", "1")
+    found = checked(extra, code=2)
+    expected = ["VLLM_NVMEOF_FO", "foo", "o_direct", "staging_bytes", "targets"]
+    assert keys_of(found) == [*expected, "share_secret_file", "eviction_policy"]
+    shown = runner.invoke(app, ["config", "check", json.dumps(extra)]).stderr
+    assert shown.splitlines() == [f"vllm-nvmeof: {one['message']}" for one in found["errors"]]
+
+
+def test_config_check_with_a_model_says_what_a_server_would_say(tmp_path: Path) -> None:
+    sizes = {"targets": str(tmp_path), "staging_bytes": "64KiB", "pool_bytes": "1KiB"}
+    extra = {**sizes, "allow_root_file_system": True}
+    assert checked(extra)["errors"] == []
+    found = checked(extra, "--model", "Qwen3-8B", code=2)
+    assert keys_of(found) == ["staging_bytes", "pool_bytes"]
+    assert "3 slots of 2.3 MiB on each of 1 rank(s); give at least" in found["errors"][0]["message"]
+    assert keys_of(checked({"block_size": 20}, "--model", "Qwen3-8B", code=2)) == ["block_size"]
+    states = "Qwen/Qwen3-Next-80B-A3B-Instruct"
+    found = checked({"blocks_per_chunk": 4}, "--model", states, code=2)
+    assert keys_of(found) == ["blocks_per_chunk"]
+    assert keys_of(checked("{}", "--model", str(tmp_path / "no"), code=2)) == ["--model"]
+    source = '{"boundary_tokens": 1000, "blocks_per_chunk": 4}'
+    shown = runner.invoke(app, ["config", "check", source, "--model", "gpt-oss-120b"])
+    assert "chunks of 64 tokens" in shown.stdout
+    assert "a boundary every 1024 tokens" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    "transfer",
+    [
+        'kv_transfer_config: \'{"kv_connector_extra_config": {"pool_bytes": "1KiB"}}\'',
+        "kv-transfer-config:\n  kv_connector_extra_config:\n    pool_bytes: 1KiB",
+        "kv-transfer-config.kv_connector_extra_config.pool_bytes: 1KiB",
+    ],
+)
+def test_config_check_reads_vllms_yaml_file(tmp_path: Path, transfer: str) -> None:
+    file = tmp_path / "serve.yaml"
+    flags = "kv-offloading-backend: nvmeof\nkv_offloading_size: 0.001\ndata-parallel-size: 2\n"
+    file.write_text(f"model: Qwen/Qwen3-8B\ntensor-parallel-size: 2\n{flags}{transfer}\n")
+    found = checked(str(file), code=2)
+    assert found["config"]["staging_bytes"] == int(0.001 * (1 << 30))
+    assert keys_of(found) == ["staging_bytes", "pool_bytes"]
+    assert "on each of 4 rank(s)" in found["errors"][0]["message"]
+    file.write_text(f"model: some/model\n{flags}kv-offloading-size: 1\n")
+    assert "some/model were not checked" in " ".join(checked(str(file))["warnings"])
+    file.write_text(f"{flags}kv-offloading-size: much\n")
+    assert keys_of(checked(str(file), code=2)) == ["--kv-offloading-size"]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: some/model", "the file does not turn this backend on"),
+        ("kv-offloading-backend: native", "the file does not turn this backend on"),
+        ("a: [", "does not parse"),
+        ("- a", "give an object"),
+    ],
+)
+def test_a_yaml_file_that_does_not_start_this_backend_is_refused(
+    tmp_path: Path, text: str, message: str
+) -> None:
+    file = tmp_path / "serve.yml"
+    file.write_text(text)
+    assert message in checked(str(file), code=2)["errors"][0]["message"]
+
+
+def test_config_check_warns_of_what_works_but_is_rarely_meant(tmp_path: Path) -> None:
+    one, two = tmp_path / "d0", tmp_path / "d0" / "sub"
+    two.mkdir(parents=True)
+    extra = {"targets": [str(one), str(two)], "allow_root_file_system": True}
+    (warning,) = checked(extra)["warnings"]
+    assert warning.startswith("2 targets share the space and rate of ")
+    assert checked({**extra, "targets": str(one)})["warnings"] == []
+    secret = tmp_path / "secret"
+    secret.write_text("0123456789abcdef")
+    secret.chmod(0o600)
+    secured = {"share_secret_file": str(secret)}
+    (warning,) = checked({**secured, "peers": "no-such-host.invalid:7000"})["warnings"]
+    assert "no address is known for no-such-host.invalid" in warning
+    (warning,) = checked({**secured, "peer_listen": "0.0.0.0:65431"})["warnings"]
+    assert "opens the port on every network" in warning
+    found = checked({**secured, "peer_listen": "192.0.2.1:65431"}, code=2)
+    assert "cannot listen there" in found["errors"][0]["message"]
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        (warning,) = checked({"peer_listen": listen})["warnings"]
+    assert "the port is in use now" in warning
+
+
+def test_config_shows_a_key_as_it_is_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_NVMEOF_POOL_BYTES", "1GiB")
+    for name in ("pool_bytes", "VLLM_NVMEOF_POOL_BYTES"):
+        shown = runner.invoke(app, ["config", "show", name]).stdout
+        assert "Set here: VLLM_NVMEOF_POOL_BYTES=1GiB" in shown
+        assert "0 for none" in shown
+    row = json.loads(runner.invoke(app, ["config", "show", "pool_bytes", "--json"]).stdout)
+    assert (row["environment"], row["unit"]) == ("1GiB", "bytes")
+    assert row["default"] > 0
+    assert "No environment variable" in runner.invoke(app, ["config", "show", "block_size"]).stdout
+    refused = runner.invoke(app, ["config", "show", "poolbytes"])
+    assert (refused.exit_code, "did you mean pool_bytes?" in refused.stderr) == (FAILED, True)
+
+
+def test_the_list_of_keys_fits_80_columns() -> None:
+    shown = runner.invoke(app, ["config"], env={"COLUMNS": "80"}).stdout
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "default null" not in shown
+    rows = json.loads(runner.invoke(app, ["config", "--json"]).stdout)
+    words = " ".join(shown.split())
+    for row in rows:
+        assert f"Give {row['allowed']}." in words
+
+
 def test_config_check_and_doctor_create_no_target_that_is_missing(tmp_path: Path) -> None:
     target = tmp_path / "mnt" / "kv"
-    checked = runner.invoke(app, ["config", "check", json.dumps({"targets": str(target)})])
-    assert checked.exit_code == 0
-    assert f"{target} does not exist" in checked.stderr
+    result = runner.invoke(app, ["config", "check", json.dumps({"targets": str(target)})])
+    assert result.exit_code == 0
+    assert f"{target} does not exist" in result.stderr
     examined = runner.invoke(app, ["doctor", "--target", str(target), "--json"])
     assert examined.exit_code == 1
     assert "does not exist; a start would create it on" in examined.stdout

@@ -19,6 +19,7 @@ from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 from tests.upstream.config_fields import DATA
 from tests.upstream.trees import installed_version
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
+from vllm_nvmeof_offload.vllm_adapter.configure import TRANSFER_FIELDS
 from vllm_nvmeof_offload.vllm_adapter.deployment import HARMLESS, describe
 
 RELEASES: dict[str, dict[str, str]] = json.loads(DATA.read_text())
@@ -224,3 +225,8 @@ def test_servers_with_the_same_kv_have_the_same_facts(model: Path) -> None:
         },
     }
     assert facts(model) == facts(model, **harmless)
+
+
+def test_config_check_knows_the_fields_of_a_transfer_configuration() -> None:
+    known = {one.name for one in dataclasses.fields(vllm.config.KVTransferConfig)}
+    assert set(TRANSFER_FIELDS) == known

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -558,3 +559,19 @@ def read_states(fabric: TargetFabric) -> dict[str, ControllerState]:
         }
         states[controller.name] = ControllerState(state, ana)
     return states
+
+
+def shared_devices(targets: Sequence[str]) -> dict[str, list[str]]:
+    """Return the devices, or file systems without one, that hold several targets, and the targets.
+
+    A device is the lowest in its stack. The targets need not exist.
+    """
+    found: dict[str, list[str]] = {}
+    for target in targets:
+        fabric = discover(os.path.realpath(target))
+        names = [one.name for one in fabric.devices if not one.over]
+        if not names and fabric.mount is not None:
+            names = [f"{fabric.mount.file_system} at {fabric.mount.point}"]
+        for name in names:
+            found.setdefault(name, []).append(target)
+    return {name: held for name, held in found.items() if len(held) > 1}

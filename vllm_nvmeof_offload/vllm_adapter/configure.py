@@ -25,6 +25,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 from vllm_nvmeof_offload import (
@@ -38,7 +40,7 @@ from vllm_nvmeof_offload import (
     STOCK_CONNECTOR_NAME,
     logger,
 )
-from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
+from vllm_nvmeof_offload.errors import ConfigError, IntegrationError, raise_all
 from vllm_nvmeof_offload.units import GIB, format_bytes
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
@@ -163,6 +165,14 @@ def register_loaded() -> None:
 
 # -- completing the configuration ---------------------------------------------------------
 
+#: The fields of vLLM's `KVTransferConfig`, and its field for our keys.
+TRANSFER_FIELDS = (
+    *("kv_connector", "engine_id", "kv_buffer_device", "kv_role", "kv_port"),
+    *("kv_connector_extra_config", "kv_connector_module_path", "enable_permute_local_kv"),
+    "kv_load_failure_policy",
+)
+EXTRA = "kv_connector_extra_config"
+
 _METHOD = "_post_init_kv_transfer_config"
 _SIZE_FLAG = "--kv-offloading-size"
 _BACKEND_FLAG = "--kv-offloading-backend"
@@ -260,9 +270,48 @@ def complete(vllm_config: Any) -> None:
         _check_others(others)
         transfer.kv_connector = _COMBINED
         transfer.kv_connector_module_path = MULTI_CONNECTOR_MODULE
-    key = _take_size(extra, vllm_config.cache_config.kv_offloading_size)
+    key = take_size(extra, vllm_config.cache_config.kv_offloading_size)
     precheck(vllm_config, extra, key)
     register_loaded()
+
+
+def extra_of(values: Mapping[str, Any], has_flag: bool | None) -> dict[str, Any]:
+    """Return our part of a --kv-transfer-config, which a server with `values` would use.
+
+    Works without vLLM. `has_flag` says whether `--kv-offloading-backend nvmeof` is also given; None
+    if unknown. Raises ConfigError for what vLLM or our backend would refuse, or what would not
+    start our backend.
+    """
+    wrong = [
+        ConfigError(
+            name,
+            value,
+            f"not a field of --kv-transfer-config; keys of ours go into {EXTRA}, and vLLM's fields "
+            f"are {', '.join(TRANSFER_FIELDS)}",
+        )
+        for name, value in values.items()
+        if name not in TRANSFER_FIELDS
+    ]
+    name, extra = values.get("kv_connector"), values.get(EXTRA, {})
+    if not isinstance(extra, dict):
+        raise ConfigError(EXTRA, extra, "give an object, { … }")
+    transfer = SimpleNamespace(kv_connector_module_path=None, kv_role=None, **{EXTRA: dict(extra)})
+    transfer.__dict__.update({key: values[key] for key in values if key != EXTRA})
+    transfer.kv_connector = name
+    child, _ = _children(transfer)
+    may_be_ours = has_flag is None and name in (None, STOCK_CONNECTOR_NAME)
+    if child is None and not (has_flag or may_be_ours or _is_our_connector(name, extra)):
+        remedy = f"another backend, or a typo; did you mean {CONNECTOR_NAME}?"
+        if name in _COMBINING:
+            remedy = f"none of its connectors is {CONNECTOR_NAME}"
+        wrong.append(ConfigError("kv_connector", name, remedy))
+    elif name is not None and transfer.kv_role is None:
+        wrong.append(ConfigError("kv_role", None, "vLLM needs it with kv_connector; give kv_both"))
+    raise_all(wrong)
+    if child is not None:
+        return extra_of({"kv_role": "kv_both", **child}, has_flag)
+    _take_connector(transfer)
+    return dict(transfer.kv_connector_extra_config)
 
 
 def _take_child(child: dict[str, Any]) -> Any:
@@ -293,13 +342,13 @@ def _take_connector(transfer: Any) -> None:
         transfer.kv_connector_module_path = CONNECTOR_MODULE
     transfer.kv_role = transfer.kv_role or "kv_both"
     if transfer.kv_role != "kv_both":
-        remedy = "chunks are stored and loaded by the same engine; leave it out, or give kv_both"
+        remedy = "chunks are stored and loaded by the same engine; give kv_both"
         raise ConfigError("kv_role", transfer.kv_role, remedy)
     extra.setdefault("spec_name", SPEC_NAME)
     extra.setdefault("spec_module_path", SPEC_MODULE)
 
 
-def _take_size(extra: dict[str, Any], size_gib: float | None) -> str:
+def take_size(extra: dict[str, Any], size_gib: float | None) -> str:
     """Set `staging_bytes` in `extra` if it is missing; return the option that the user gave."""
     if "staging_bytes" in extra:
         return "staging_bytes"
@@ -330,8 +379,7 @@ def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
 
     The scheduler and all workers get the same result, because their inputs are the same.
     """
-    from vllm_nvmeof_offload.config import chunk_blocks, parse_config
-    from vllm_nvmeof_offload.groups import blocks_that_fit, why_one_block
+    from vllm_nvmeof_offload.config import blocks_of_chunk, parse_config
     from vllm_nvmeof_offload.vllm_adapter.groups import blocks_of
 
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
@@ -341,18 +389,9 @@ def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         placed = kv_cache_config.kv_cache_tensors[0]
         block_bytes = placed.size // max(1, kv_cache_config.num_blocks)
-    blocks = chunk_blocks(parse_config(extra), block_bytes, groups[0].block_tokens)
-    fitting = blocks_that_fit(groups, blocks)
-    given = [key for key in ("blocks_per_chunk", "block_size") if key in extra]
-    if not given:
-        extra["blocks_per_chunk"] = fitting
-    elif blocks != fitting and (reason := why_one_block(groups)):
-        raise ConfigError(given[0], extra[given[0]], f"{reason}; leave it out")
-    elif blocks != fitting:
-        logger.warning(
-            "nvmeof: %s=%s makes chunks that exceed a window or do not divide an attention chunk, "
-            "so many are not stored: leave it out, or give at most %d blocks per chunk",
-            given[0],
-            extra[given[0]],
-            fitting,
-        )
+    config = parse_config(extra)
+    blocks, problem = blocks_of_chunk(config, groups, block_bytes)
+    if problem:
+        logger.warning("nvmeof: %s", problem)
+    if config.block_size is None:
+        extra["blocks_per_chunk"] = blocks

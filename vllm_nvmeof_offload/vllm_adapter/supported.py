@@ -17,7 +17,6 @@ import importlib.util
 import re
 from collections import Counter
 from collections.abc import MutableMapping
-from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -25,22 +24,16 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import (
-    POOL_BYTES_DEFAULT_MAX_LAYER,
     WEIGHTS_SEEN,
     Replica,
     check_fits,
-    check_memory,
-    check_memory_left,
-    check_space,
-    check_targets,
     chunk_blocks,
-    is_container_layer,
-    judge_access,
     parse_config,
+    set_replicas,
 )
-from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.errors import ConfigError, raise_all
 from vllm_nvmeof_offload.manager.eviction import choose_policy
-from vllm_nvmeof_offload.pool.ownership import usable_bytes
+from vllm_nvmeof_offload.targets.configured import check_here
 from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
 from vllm_nvmeof_offload.vllm_adapter.deployment import note_weights
@@ -63,31 +56,21 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     choose_policy(config.eviction_policy)
     if not is_first:  # vLLM repeats this in an engine that already uses memory and pool
         return
-    check_memory(config, count_nodes(parallel), staging_key)
-    check_memory_left(config.staging_bytes // count_nodes(parallel))
-    targets = check_targets(config)
-    for target in targets:
-        problem, remedy = judge_access(target.path)
-        if problem:
-            logger.warning("nvmeof: target %s %s; %s", target.path, problem, remedy)
-        if config.pool_bytes is None and is_container_layer(target.path):
-            logger.warning(
-                "nvmeof: target %s is in this container's own layer, on the node's disk: the pool "
-                "gets at most %s; mount a volume and name it in targets, or set pool_bytes",
-                target.path,
-                format_bytes(POOL_BYTES_DEFAULT_MAX_LAYER),
-            )
+    nodes = count_nodes(parallel)
+    found = check_here(config, create=True, node_count=nodes, staging_key=staging_key)
+    slot_bytes = slot_bytes_estimate(vllm_config, config)
+    if slot_bytes is not None:
+        with found.collecting():
+            ranks = parallel.world_size
+            check_fits(config, slot_bytes, ranks, config.replicas, found.held_bytes)
+    raise_all(found.errors)
+    for problem in found.warnings:
+        logger.warning("nvmeof: %s", problem)
     if config.tuning.fault_injection:
         logger.warning(
             "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose; see %s",
             config.tuning.fault_injection,
         )
-    held = [usable_bytes([Path(target.path)]) for target in targets]
-    if config.pool_bytes:
-        check_space(config, held)
-    slot_bytes = slot_bytes_estimate(vllm_config, config)
-    if slot_bytes is not None:
-        check_fits(config, slot_bytes, parallel.world_size, config.replicas, sum(held))
     if config.replicas > 1:
         logger.info(
             "nvmeof: %d data-parallel replicas share %s of pinned memory and the pool, each with "
@@ -264,11 +247,7 @@ def note_replicas(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
 
     Refuses a configured number that differs from vLLM's.
     """
-    size = vllm_config.parallel_config.data_parallel_size
-    if size > 1 and extra.setdefault("replicas", size) != size:
-        raise ConfigError(
-            "replicas", extra["replicas"], f"data_parallel_size is {size}; leave this key out"
-        )
+    set_replicas(extra, int(vllm_config.parallel_config.data_parallel_size))
 
 
 def count_nodes(parallel: Any) -> int:

@@ -1,0 +1,343 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands `vllm-nvmeof config …`: the list of keys, and the check of a configuration.
+
+The check runs what a starting server runs, without vLLM. Sizes that depend on the model are
+computed from its config.json, as by `vllm-nvmeof size`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from vllm_nvmeof_offload import BACKEND
+from vllm_nvmeof_offload.commands import print_json
+from vllm_nvmeof_offload.commands.size.deployment import Deployment
+from vllm_nvmeof_offload.commands.size.kv import KvSizes
+from vllm_nvmeof_offload.commands.size.model import ModelShape, preset, read_model
+from vllm_nvmeof_offload.config import (
+    ENV_PREFIX,
+    blocks_of_chunk,
+    check_fits,
+    describe_keys,
+    diagnose,
+    find_key,
+    resolve_pool_bytes,
+    set_replicas,
+)
+from vllm_nvmeof_offload.errors import ConfigError, PoolError, errors_of, raise_all
+from vllm_nvmeof_offload.groups import GroupBlocks
+from vllm_nvmeof_offload.manager.eviction import choose_policy
+from vllm_nvmeof_offload.native import Tiers
+from vllm_nvmeof_offload.pool.ownership import usable_bytes
+from vllm_nvmeof_offload.targets.configured import Configured, check_here
+from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
+from vllm_nvmeof_offload.vllm_adapter.configure import EXTRA, TRANSFER_FIELDS, extra_of, take_size
+
+_COLUMNS_MAX = 100
+_TRANSFER = "kv-transfer-config"
+#: vLLM's options in a YAML file → fields of `Deployment`.
+_OPTIONS = {
+    "tensor-parallel-size": "tensor_parallel",
+    "pipeline-parallel-size": "pipeline_parallel",
+    "prefill-context-parallel-size": "prefill_context_parallel",
+    "decode-context-parallel-size": "decode_context_parallel",
+    "block-size": "block_tokens",
+}
+
+# -- the keys -----------------------------------------------------------------------------
+
+
+def _rows() -> list[dict[str, Any]]:
+    """Return all keys as `describe_keys` does, with the default of pool_bytes on this machine."""
+    settings = diagnose({})[0].model_copy(update={"pool_bytes": None})
+    held = 0
+    with contextlib.suppress(PoolError):  # another user's pool
+        held = usable_bytes([Path(target) for target in settings.targets])
+    rows = describe_keys()
+    for row in rows:
+        if row["key"] == "pool_bytes":
+            row["default"] = resolve_pool_bytes(settings, held)
+            row["default_text"] = format_bytes(row["default"])
+    return rows
+
+
+def _print_row(row: dict[str, Any], *more: str) -> None:
+    default = row["default"]
+    text = row.get("default_text") or json.dumps(default)
+    if default in (None, "", []):
+        text = "none"
+    unit = f", in {row['unit']}" if row["unit"] else ""
+    width = min(Console().width, _COLUMNS_MAX)
+    typer.echo(f"{row['key']}{unit}; default {text}")
+    for line in (row["meaning"], f"Give {row['allowed']}.", *more):
+        lines = textwrap.wrap(line, width - 4, break_long_words=False, break_on_hyphens=False)
+        typer.echo(textwrap.indent("\n".join(lines), "    "))
+
+
+def print_keys(as_json: bool) -> None:
+    """Print the output of `config`."""
+    rows = _rows()
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        _print_row(row)
+    Console().print(
+        f"\nSet keys in {EXTRA} of --kv-transfer-config, or keys of this package in environment "
+        f"variables, such as {ENV_PREFIX}STAGING_BYTES. `vllm-nvmeof config show KEY` shows one.",
+        highlight=False,
+    )
+
+
+def print_key(name: str, as_json: bool) -> None:
+    """Print the output of `config show`. Raises ConfigError for an unknown key."""
+    key = find_key(name)
+    (row,) = (row for row in _rows() if row["key"] == key)
+    variable = row["variable"]
+    row["environment"] = None if variable is None else os.environ.get(variable)
+    if as_json:
+        print_json(row)
+        return
+    line = "No environment variable sets this key."
+    if variable is not None:
+        value = row["environment"]
+        line = f"{variable} is not set." if value is None else f"Set here: {variable}={value}"
+    _print_row(row, line)
+
+
+# -- the check ----------------------------------------------------------------------------
+
+
+def check(
+    source: str, model: str | None, kv_dtype: str, as_json: bool, given: dict[str, Any]
+) -> None:
+    """Run `config check`. `given` holds fields of `Deployment`.
+
+    Raises ConfigError with all errors, after JSON if that is wanted.
+    """
+    errors: list[ConfigError] = []
+    extra: dict[str, Any] = {}
+    key, named, line = "staging_bytes", None, ""
+    try:
+        transfer, options = _read(source)
+        has_flag = None if options is None else _has_flag(options, transfer)
+        extra = extra_of(transfer, has_flag)
+        if options is not None:
+            key = _take_options(options, extra, given)
+            named = options.get("model")
+            kv_dtype = options.get("kv-cache-dtype", kv_dtype) if kv_dtype == "auto" else kv_dtype
+    except ConfigError as error:
+        errors += errors_of(error)
+    settings, wrong = diagnose(extra)
+    errors += wrong
+    if any(one.key.lower().endswith("targets") for one in wrong):
+        settings = settings.model_copy(update={"pool_bytes": 0})  # no targets to check
+    found = check_here(settings, create=False, staging_key=key)
+    found.errors[:0] = errors
+    with found.collecting():
+        _check_policy(settings.eviction_policy)
+    with found.collecting():
+        if model is not None:
+            line = _check_model(found, _shape(model), kv_dtype, given)
+        elif named is not None:
+            line = _check_named(found, str(named), kv_dtype, given)
+    _print(found, line, as_json)
+    raise_all(found.errors)
+
+
+def _print(found: Configured, line: str, as_json: bool) -> None:
+    settings = found.config
+    pool_bytes = found.pool_bytes if settings.pool_bytes is None else settings.pool_bytes
+    if as_json:
+        wrong = [{"key": e.key, "value": repr(e.value), "message": str(e)} for e in found.errors]
+        print_json(
+            {
+                "config": settings.model_dump(),
+                "pool_bytes_resolved": pool_bytes,
+                "errors": wrong,
+                "warnings": found.warnings,
+            }
+        )
+        return
+    if found.errors:
+        return
+    typer.echo(f"staging  {format_bytes(settings.staging_bytes)} of pinned memory")
+    typer.echo(f"pool     {format_bytes(pool_bytes) if pool_bytes else 'none'}")
+    for target in found.targets:
+        free = format_bytes(target.free_bytes)
+        typer.echo(f"target   {target.path} ({target.file_system}, {free} free)")
+    if line:
+        typer.echo(f"model    {line}")
+    for warning in found.warnings:
+        typer.echo(f"warning: {warning}", err=True)
+
+
+def _read(source: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """Return a --kv-transfer-config and, for a YAML file, vLLM's other options by name.
+
+    `source` is JSON or the name of a file. JSON may be only our part of a --kv-transfer-config.
+    """
+    text, is_yaml = source, False
+    if not source.lstrip().startswith("{"):
+        is_yaml = Path(source).suffix in (".yaml", ".yml")
+        try:
+            text = Path(source).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ConfigError("file", source, f"cannot be read ({reason})") from None
+    value = _parse(text, source, is_yaml)
+    if not is_yaml:
+        whole = any(name in TRANSFER_FIELDS for name in value)
+        return (value if whole else {EXTRA: value}), None
+    options: dict[str, Any] = {}
+    for option, setting in value.items():
+        name, *path = str(option).split(".")
+        name = name.replace("_", "-")
+        if name != _TRANSFER:
+            options[name] = setting
+            continue
+        given: Any = setting
+        if isinstance(setting, str) and not path:
+            given = _parse(setting, f"--{_TRANSFER}", is_yaml=False)
+        for part in reversed(path):
+            given = {part: given}
+        _merge(options.setdefault(_TRANSFER, {}), given)
+    return options.pop(_TRANSFER, {}), options
+
+
+def _merge(into: dict[str, Any], more: dict[str, Any]) -> None:
+    for name, value in more.items():
+        if isinstance(value, dict) and isinstance(into.get(name), dict):
+            _merge(into[name], value)
+        else:
+            into[name] = value
+
+
+def _parse(text: str, source: str, is_yaml: bool) -> dict[str, Any]:
+    kind = "YAML" if is_yaml else "JSON"
+    try:
+        if is_yaml:
+            yaml: Any = importlib.import_module("yaml")
+            try:
+                value = yaml.safe_load(text)
+            except yaml.YAMLError as error:
+                raise ValueError(" ".join(str(error).split())) from None
+        else:
+            value = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(kind, source, f"does not parse: {error}") from None
+    except ModuleNotFoundError:
+        remedy = "PyYAML, which vLLM brings, is missing: pip install pyyaml"
+        raise ConfigError(kind, source, remedy) from None
+    if not isinstance(value, dict):
+        raise ConfigError(kind, source, "give an object, { … }")
+    return value
+
+
+def _has_flag(options: dict[str, Any], transfer: dict[str, Any]) -> bool:
+    """Return whether a YAML file gives the backend's flag; refuse a file that gives nothing."""
+    backend = options.get("kv-offloading-backend")
+    if backend != BACKEND and not transfer:
+        remedy = f"the file does not turn this backend on; give kv-offloading-backend: {BACKEND}"
+        raise ConfigError("kv-offloading-backend", backend, remedy)
+    return bool(backend == BACKEND)
+
+
+def _take_options(options: dict[str, Any], extra: dict[str, Any], given: dict[str, Any]) -> str:
+    """Apply vLLM's options to `extra` and, unless set there, to the deployment `given`.
+
+    Returns the name of what sets the size of the staging.
+    """
+    for name, field in _OPTIONS.items():
+        if name in options and given[field] in (None, 1):
+            given[field] = options[name]
+    set_replicas(extra, int(options.get("data-parallel-size", 1)))
+    size = options.get("kv-offloading-size")
+    if size is None:
+        return "staging_bytes"
+    try:
+        return take_size(extra, float(size))
+    except ValueError:
+        remedy = "give the GiB of pinned memory, above 0"
+        raise ConfigError("--kv-offloading-size", size, remedy) from None
+
+
+def _shape(model: str) -> ModelShape:
+    """Return the shape of a local model or of a known one."""
+    if not Path(model).exists():
+        with contextlib.suppress(ConfigError):
+            return preset(model)
+    return read_model(Path(model))
+
+
+def _check_named(found: Configured, name: str, kv_dtype: str, given: dict[str, Any]) -> str:
+    """Check the model of a YAML file as `_check_model`, if its config.json is here or known."""
+    try:
+        shape = _shape(name)
+    except ConfigError:
+        hint = "give --model with its config.json"
+        found.warnings.append(f"sizes that depend on the model {name} were not checked; {hint}")
+        return ""
+    return _check_model(found, shape, kv_dtype, given)
+
+
+def _check_model(found: Configured, shape: ModelShape, kv_dtype: str, given: dict[str, Any]) -> str:
+    """Check what depends on the model, as a server's workers do; return a line about the result."""
+    config = found.config
+    element_bytes = shape.kv_element_bytes(kv_dtype)
+    deployment = Deployment(kv_element_bytes=element_bytes, **given)
+    sizes = KvSizes(shape, deployment)
+    if sizes.refusal:
+        raise ConfigError("model", shape.name, f"{sizes.refusal.what}; {sizes.refusal.remedy}")
+    plan = sizes.plan
+    groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in plan.stored]
+    # Pipeline stages differ in their number of layers, so only tokens count with several stages.
+    block_bytes = plan.stride_bytes() if len(plan.stages) == 1 else 1
+    blocks, problem = blocks_of_chunk(config, groups, block_bytes)
+    if problem:
+        found.warnings.append(problem)
+    sizes = KvSizes(shape, replace(deployment, blocks_per_chunk=blocks))
+    slot_bytes = slot_stride_bytes(max(one.payload_bytes for one in sizes.groups()))
+    check_fits(config, slot_bytes, deployment.ranks, config.replicas, found.held_bytes)
+    ranks = deployment.ranks * config.replicas
+    cpu, pool = (size // ranks // slot_bytes for size in (config.staging_bytes, found.pool_bytes))
+    line = (
+        f"{shape.name}: chunks of {sizes.chunk_tokens} tokens in slots of "
+        f"{format_bytes(slot_bytes)}; on each rank {cpu} in staging, {pool} in the pool"
+    )
+    if every := sizes.boundary_tokens:  # 0: this model needs none
+        if config.boundary_tokens != "auto":
+            every = -(-config.boundary_tokens // sizes.unit_tokens) * sizes.unit_tokens
+        line += f"; a boundary every {every} tokens" if every else "; boundaries end prompts only"
+    return line
+
+
+def _check_policy(name: str) -> None:
+    """Try a user's eviction policy on a small CPU tier in which one slot stays in use.
+
+    Raises:
+        ConfigError: no policy has this name, or the policy raises or returns the slot in use.
+    """
+    make, generation = choose_policy(name), 0
+    try:
+        tiers = Tiers(4, [], key_bytes=8, policy=make)
+        for number in range(64):
+            keys = [(number << 32).to_bytes(8, "big")]
+            batch, _, _, generation = tiers.plan_store(keys, None, generation)
+            tiers.report(0, batch)  # the store is complete
+            tiers.touch(keys)
+            if number == 0:
+                tiers.plan_load(keys, 0)  # a load that never ends
+    except Exception as error:
+        why = f"it raises {type(error).__name__}: {error}"
+        raise ConfigError("eviction_policy", name, f"is not an eviction policy: {why}") from error

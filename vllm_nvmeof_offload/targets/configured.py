@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A configuration as checked on this machine, by a starting server and by `config check`.
+
+All checks run, so that a user learns of every error at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_nvmeof_offload.config import (
+    POOL_BYTES_DEFAULT_MAX_LAYER,
+    OffloadConfig,
+    TargetInfo,
+    check_memory,
+    check_memory_left,
+    check_space,
+    check_targets,
+    default_target,
+    is_container_layer,
+    judge_access,
+    resolve_pool_bytes,
+    share_secret,
+)
+from vllm_nvmeof_offload.errors import ConfigError, errors_of
+from vllm_nvmeof_offload.fabric.topology import shared_devices
+from vllm_nvmeof_offload.pool.ownership import usable_bytes
+from vllm_nvmeof_offload.units import format_bytes
+
+_ANY_ADDRESS = ("*", "0.0.0.0", "[::]")
+
+
+@dataclass
+class Configured:
+    """A configuration, its usable targets, and what is wrong with both.
+
+    `held_bytes` is the size of existing pools on the targets that this server may use.
+    """
+
+    config: OffloadConfig
+    targets: list[TargetInfo] = field(default_factory=list)
+    held_bytes: int = 0
+    errors: list[ConfigError] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    @contextlib.contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Append a ConfigError of the with-block to the errors."""
+        try:
+            yield
+        except ConfigError as error:
+            self.errors += errors_of(error)
+
+    @property
+    def pool_bytes(self) -> int:
+        return resolve_pool_bytes(self.config, self.held_bytes)
+
+
+def check_here(
+    config: OffloadConfig,
+    *,
+    create: bool,
+    node_count: int = 1,
+    staging_key: str = "staging_bytes",
+) -> Configured:
+    """Check memory, targets, space and peers; with `create`, create missing targets.
+
+    `node_count` is the number of machines that share the staging, `staging_key` the option, key or
+    variable that set its size. Raises PoolError if an existing pool cannot be read.
+    """
+    found = Configured(config)
+    with found.collecting():
+        check_memory(config, node_count, staging_key)
+        try:
+            check_memory_left(config.staging_bytes // node_count)
+        except ConfigError as error:
+            if create:
+                raise
+            found.warnings.append(f"{error}; a server that runs now may be the reason")
+    for path in config.targets:
+        with found.collecting():
+            alone = config.model_copy(update={"targets": [path]})
+            found.targets += check_targets(alone, create=create)
+    if len(found.targets) == len(config.targets):
+        held = [usable_bytes([Path(target.path)]) for target in found.targets]
+        found.held_bytes = sum(held)
+        with found.collecting():
+            if config.pool_bytes:
+                check_space(config, held)
+    found.warnings += _judge_targets(found)
+    with found.collecting():
+        share_secret(config)
+    if config.peer_listen:
+        _check_listen(found)
+    if not create:  # a name may become known later, and a server connects then
+        found.warnings += _judge_peers(config)
+    return found
+
+
+def _judge_targets(found: Configured) -> Iterator[str]:
+    config = found.config
+    paths = [target.path for target in found.targets]
+    missing = [one for one in paths if not os.path.isdir(one) and one != default_target(os.environ)]
+    if missing:
+        verb = "does not exist" if len(missing) == 1 else "do not exist"
+        yield f"{', '.join(missing)} {verb}; a server would create it. Is its file system mounted?"
+    for path in filter(os.path.isdir, paths):
+        problem, remedy = judge_access(path)
+        if problem:
+            yield f"target {path} {problem}; {remedy}"
+        if config.pool_bytes is None and is_container_layer(path):
+            most = format_bytes(POOL_BYTES_DEFAULT_MAX_LAYER)
+            yield (
+                f"target {path} is in this container's own layer, on the node's disk: the pool "
+                f"gets at most {most}; mount a volume and name it in targets, or set pool_bytes"
+            )
+    for name, held in shared_devices(paths).items():
+        yield (
+            f"{len(held)} targets share the space and rate of {name}; name one target per device: "
+            f"{', '.join(held)}"
+        )
+
+
+def _check_listen(found: Configured) -> None:
+    """Try to listen at the address for peers, as rank 0 would."""
+    listen = found.config.peer_listen
+    try:
+        from vllm_nvmeof_offload.peers.server import why_no_listening
+    except ImportError as error:
+        found.warnings.append(f"peer_listen was not tried: {error}; install the extra [peers]")
+        return
+    is_taken, why_not = why_no_listening(listen)
+    if is_taken:
+        found.warnings.append(f"peer_listen={listen!r}: {why_not}; a server needs a free port")
+    elif why_not:
+        found.errors.append(ConfigError("peer_listen", listen, f"{why_not}; give an address of it"))
+    if listen.rpartition(":")[0] in _ANY_ADDRESS:
+        found.warnings.append(
+            f"peer_listen={listen!r} opens the port on every network of this machine; give the "
+            "address of the storage network, or close the port to other networks"
+        )
+
+
+def _judge_peers(config: OffloadConfig) -> Iterator[str]:
+    for one in config.peers:
+        host, _, port = one.rpartition(":")
+        try:
+            socket.getaddrinfo(host.strip("[]"), int(port))
+        except OSError as error:
+            yield f"peers={one!r}: no address is known for {host} here ({error.strerror})"
