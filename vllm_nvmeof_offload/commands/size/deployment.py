@@ -24,7 +24,7 @@ _LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)
 _PCIE_NAME = re.compile(r"^pcie\s*(?:gen)?\s*(\d)\s*x\s*(\d+)$", re.IGNORECASE)
 _NETWORK = re.compile(r"^(\d+(?:\.\d+)?)\s*(?:gbe|gbps|gbit/s|gb/s|gbib|gib)$", re.IGNORECASE)
 _NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*$", re.IGNORECASE)
-_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TOKENS = {"": 1, "k": 1 << 10, "m": 1 << 20}
 _BOUNDS = {
     "ge": (operator.ge, "greater than or equal to"),
@@ -75,7 +75,7 @@ def parse_rate(text: str) -> float:
 
 def parse_duration(text: str) -> float:
     """Parse a duration above 0, such as `500ms`, into seconds; raise ValueError for other text."""
-    return _scaled(text, _SECONDS, "a duration above 0; write 2s or 500ms")
+    return _scaled(text, _SECONDS, "a duration above 0; write 2s, 500ms or 14d")
 
 
 def parse_tokens(text: str) -> int:
