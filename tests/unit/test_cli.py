@@ -170,8 +170,12 @@ def test_config_check_reads_vllms_yaml_file(tmp_path: Path, transfer: str) -> No
     assert "on each of 4 rank(s)" in found["errors"][0]["message"]
     file.write_text(f"model: some/model\n{flags}kv-offloading-size: 1\n")
     assert "some/model were not checked" in " ".join(checked(str(file))["warnings"])
-    file.write_text(f"{flags}kv-offloading-size: much\n")
-    assert keys_of(checked(str(file), code=2)) == ["--kv-offloading-size"]
+    for option in ("kv-offloading-size", "data-parallel-size", "tensor-parallel-size"):
+        for wrong in ("much", "[1]"):
+            file.write_text(f"{flags}{option}: {wrong}\n")
+            assert f"--{option}" in keys_of(checked(str(file), code=2))
+    file.write_text(f"{flags}kv-transfer-config: [1]\n")
+    assert keys_of(checked(str(file), code=2)) == ["JSON"]
 
 
 @pytest.mark.parametrize(

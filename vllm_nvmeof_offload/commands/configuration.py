@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import textwrap
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,9 @@ def check(
         if options is not None:
             key = _take_options(options, extra, given)
             named = options.get("model")
-            kv_dtype = options.get("kv-cache-dtype", kv_dtype) if kv_dtype == "auto" else kv_dtype
+            kv_dtype = (
+                str(options.get("kv-cache-dtype", "auto")) if kv_dtype == "auto" else kv_dtype
+            )
     except ConfigError as error:
         errors += errors_of(error)
     settings, wrong = diagnose(extra)
@@ -147,17 +150,15 @@ def check(
     with found.collecting():
         _check_policy(settings.eviction_policy)
     with found.collecting():
-        if model is not None:
-            line = _check_model(found, _shape(model), kv_dtype, given)
-        elif named is not None:
-            line = _check_named(found, str(named), kv_dtype, given)
+        if (shape := _find_model(found, model, named)) is not None:
+            line = _check_model(found, shape, kv_dtype, given)
     _print(found, line, as_json)
     raise_all(found.errors)
 
 
 def _print(found: Configured, line: str, as_json: bool) -> None:
     settings = found.config
-    pool_bytes = found.pool_bytes if settings.pool_bytes is None else settings.pool_bytes
+    pool_bytes = found.pool_bytes
     if as_json:
         wrong = [{"key": e.key, "value": repr(e.value), "message": str(e)} for e in found.errors]
         print_json(
@@ -207,8 +208,8 @@ def _read(source: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
             options[name] = setting
             continue
         given: Any = setting
-        if isinstance(setting, str) and not path:
-            given = _parse(setting, f"--{_TRANSFER}", is_yaml=False)
+        if not path and not isinstance(setting, dict):
+            given = _parse(str(setting), f"--{_TRANSFER}", is_yaml=False)
         for part in reversed(path):
             given = {part: given}
         _merge(options.setdefault(_TRANSFER, {}), given)
@@ -260,35 +261,36 @@ def _take_options(options: dict[str, Any], extra: dict[str, Any], given: dict[st
     """
     for name, field in _OPTIONS.items():
         if name in options and given[field] in (None, 1):
-            given[field] = options[name]
-    set_replicas(extra, int(options.get("data-parallel-size", 1)))
-    size = options.get("kv-offloading-size")
-    if size is None:
-        return "staging_bytes"
+            given[field] = _number(options, name, int)
+    if "data-parallel-size" in options:
+        set_replicas(extra, _number(options, "data-parallel-size", int))
+    if "kv-offloading-size" in options:
+        return take_size(extra, _number(options, "kv-offloading-size", float))
+    return "staging_bytes"
+
+
+def _number(options: dict[str, Any], name: str, kind: Callable[[Any], Any]) -> Any:
     try:
-        return take_size(extra, float(size))
-    except ValueError:
-        remedy = "give the GiB of pinned memory, above 0"
-        raise ConfigError("--kv-offloading-size", size, remedy) from None
+        return kind(options[name])
+    except (TypeError, ValueError):
+        raise ConfigError(f"--{name}", options[name], "give a number") from None
 
 
-def _shape(model: str) -> ModelShape:
-    """Return the shape of a local model or of a known one."""
-    if not Path(model).exists():
+def _find_model(found: Configured, model: str | None, named: Any) -> ModelShape | None:
+    """Return the shape of `model`, or else of a YAML file's model, `named`, if that is known here.
+
+    Each is a config.json, its directory, or the name of a known model.
+    """
+    name = str(model or named or "")
+    if name and not Path(name).exists():
         with contextlib.suppress(ConfigError):
-            return preset(model)
-    return read_model(Path(model))
-
-
-def _check_named(found: Configured, name: str, kv_dtype: str, given: dict[str, Any]) -> str:
-    """Check the model of a YAML file as `_check_model`, if its config.json is here or known."""
-    try:
-        shape = _shape(name)
-    except ConfigError:
+            return preset(name)
+    if model is not None or Path(name or "/no").exists():
+        return read_model(Path(name))
+    if name:
         hint = "give --model with its config.json"
         found.warnings.append(f"sizes that depend on the model {name} were not checked; {hint}")
-        return ""
-    return _check_model(found, shape, kv_dtype, given)
+    return None
 
 
 def _check_model(found: Configured, shape: ModelShape, kv_dtype: str, given: dict[str, Any]) -> str:
