@@ -101,7 +101,7 @@ class Probe:
         from vllm.engine.arg_utils import EngineArgs
 
         from vllm_nvmeof_offload.errors import ConfigError
-        from vllm_nvmeof_offload.vllm_adapter import supported
+        from vllm_nvmeof_offload.targets import configured
 
         def refuse(*_: object) -> None:
             raise ConfigError("staging_bytes", "all", "the machine is full")
@@ -114,7 +114,7 @@ class Probe:
             return made
 
         made = build()
-        with mock.patch.object(supported, "check_memory_left", refuse):
+        with mock.patch.object(configured, "check_memory_left", refuse):
             return {"new": self.describe(build), "again": self.describe(again)}
 
     def transfer(self, extra: dict[str, Any] | None = None, **fields: Any) -> tuple[str, str]:

@@ -25,12 +25,14 @@ from vllm_nvmeof_offload.config import (
     chunk_blocks,
     default_target,
     describe_keys,
+    diagnose,
+    find_key,
     parse_config,
     resolve_pool_bytes,
     serve_slots,
     share_secret,
 )
-from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.errors import CombinedConfigError, ConfigError
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
 
@@ -437,3 +439,20 @@ def test_every_key_is_described_and_ours_have_a_variable() -> None:
     assert rows["targets"]["default"] == ["/h/.cache/vllm-nvmeof/pool"]
     assert rows["pool_bytes"]["variable"] == f"{ENV_PREFIX}POOL_BYTES"
     assert rows["spec_name"]["variable"] is None
+
+
+def test_all_errors_are_raised_together_one_per_line() -> None:
+    extra = {"foo": 1, "pool_bytes": "x", "blocks_per_chunk": 2, "block_size": 16}
+    with pytest.raises(CombinedConfigError) as caught:
+        parse_config(extra, {"HOME": "/root"})
+    assert [one.key for one in caught.value.errors] == ["foo", "pool_bytes", "block_size"]
+    assert str(caught.value).splitlines() == list(map(str, caught.value.errors))
+    settings, errors = diagnose(extra, {"HOME": "/root"})
+    assert len(errors) == 3
+    assert (settings.pool_bytes, settings.blocks_per_chunk, settings.block_size) == (None, 2, None)
+
+
+def test_a_key_is_found_by_its_variable_too() -> None:
+    assert find_key("VLLM_NVMEOF_POOL_BYTES") == find_key("Pool_Bytes") == "pool_bytes"
+    with pytest.raises(ConfigError, match="did you mean targets"):
+        find_key("target")

@@ -147,9 +147,9 @@ def test_vllms_default_policy_is_pickled_as_a_plain_string(probed: dict[str, Any
         ("tiny_staging", ["staging_bytes='4.0 KiB'", "too small for 3 slots", "at least"]),
         ("huge_size", ["--kv-offloading-size=", "this machine has"]),
         ("negative_size", ["--kv-offloading-size=-1.0", "above 0"]),
-        ("role", ["kv_role='kv_producer'", "leave it out"]),
+        ("role", ["kv_role='kv_producer'", "give kv_both"]),
         ("lmcache_and_ours", ["--kv-offloading-backend='lmcache'", CONNECTOR, "leave out one"]),
-        ("combined_role", ["kv_role='kv_consumer'", "leave it out"]),
+        ("combined_role", ["kv_role='kv_consumer'", "give kv_both"]),
         ("combined_twice", [f"connectors='{CONNECTOR}'", "name it only once"]),
         ("combined_stock", ["connectors='OffloadingConnector'", "offloads as", "use either"]),
         (

@@ -96,7 +96,7 @@ def check_here(
     with found.collecting():
         share_secret(config)
     if config.peer_listen:
-        _check_listen(found)
+        _check_listen(found, take_port=not create)
     if not create:  # a name may become known later, and a server connects then
         found.warnings += _judge_peers(config)
     return found
@@ -126,20 +126,24 @@ def _judge_targets(found: Configured) -> Iterator[str]:
         )
 
 
-def _check_listen(found: Configured) -> None:
-    """Try to listen at the address for peers, as rank 0 would."""
+def _check_listen(found: Configured, *, take_port: bool) -> None:
+    """Try to listen at the address for peers, as rank 0 would.
+
+    A starting server tries any port, because another replica on this host may just start too.
+    """
     listen = found.config.peer_listen
     try:
         from vllm_nvmeof_offload.peers.server import why_no_listening
     except ImportError as error:
         found.warnings.append(f"peer_listen was not tried: {error}; install the extra [peers]")
         return
-    is_taken, why_not = why_no_listening(listen)
+    host = listen.rpartition(":")[0]
+    is_taken, why_not = why_no_listening(listen if take_port else f"{host}:0")
     if is_taken:
         found.warnings.append(f"peer_listen={listen!r}: {why_not}; a server needs a free port")
     elif why_not:
         found.errors.append(ConfigError("peer_listen", listen, f"{why_not}; give an address of it"))
-    if listen.rpartition(":")[0] in _ANY_ADDRESS:
+    if host in _ANY_ADDRESS:
         found.warnings.append(
             f"peer_listen={listen!r} opens the port on every network of this machine; give the "
             "address of the storage network, or close the port to other networks"

@@ -213,8 +213,9 @@ def complete_if_ours(vllm_config: Any) -> bool:
         complete(vllm_config)
     except (ConfigError, IntegrationError) as error:
         if _is_command_line():
-            # Print one line instead of vLLM's traceback; a program gets the exception.
-            raise SystemExit(f"vllm: error: {error}") from None
+            # Print one line per error instead of vLLM's traceback; a program gets the exception.
+            lines = (f"vllm: error: {line}" for line in str(error).splitlines())
+            raise SystemExit("\n".join(lines)) from None
         raise
     return True
 
