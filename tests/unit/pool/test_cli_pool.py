@@ -332,6 +332,7 @@ def test_ls_and_doctor_name_keyspaces_that_no_server_uses(tmp_path: Path) -> Non
     assert shown.count("20 days ago") == 1
     assert shown.count(" days ago") == 1
     assert f"1 of the keyspaces, {format_bytes(old['disk_bytes'])}, unused for 14 days" in shown
+    assert f"pool prune --unused-for 14d --target {tmp_path}" in shown
     *_, finding = check_regions(str(tmp_path))
     assert (finding.check, finding.severity.name) == ("unused_pools", "WARNING")
     assert keyspace in finding.evidence

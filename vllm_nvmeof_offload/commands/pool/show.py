@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shlex
 import shutil
 import time
 from collections import Counter
@@ -310,7 +311,8 @@ def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> N
         size = sum(pool["disk_bytes"] for pool in found["pools"] if pool["keyspace"] in old)
         days = f"{UNUSED_S / _DAY_S:.0f}"
         _print("", f"{len(old)} of the keyspaces, {format_bytes(size)}, unused for {days} days:")
-        _print(f"    vllm-nvmeof pool prune --unused-for {days}d")
+        named = "".join(f" --target {shlex.quote(str(target))}" for target in given or ())
+        _print(f"    vllm-nvmeof pool prune --unused-for {days}d{named}")
 
 
 def _print_no_pools(targets: Sequence[Path]) -> None:
