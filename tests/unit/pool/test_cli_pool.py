@@ -313,9 +313,12 @@ def age(directory: Path, days: float) -> None:
     os.utime(directory / "lease", (then_s, then_s))
 
 
+OLD = {"model": "old-model", "vllm": "0.31.2"}
+
+
 def write_old_pool(*targets: Path) -> tuple[Path, ...]:
     """Create a pool of another keyspace that was used 20 days ago."""
-    pool = Pool.open(make_spec(*targets, keyspace=Keyspace.of({"model": "old-model"})))
+    pool = Pool.open(make_spec(*targets, keyspace=Keyspace.of(OLD)))
     pool.close()
     for directory in pool.directories:
         age(directory, 20)
@@ -330,6 +333,8 @@ def test_ls_and_doctor_name_keyspaces_that_no_server_uses(tmp_path: Path) -> Non
     assert (old["unused_s"] // 86400, new["unused_s"] // 86400) == (20, 0)
     shown = run("ls", "--target", tmp_path).stdout
     assert shown.count("20 days ago") == 1
+    assert "old-model, vLLM 0.31.2" in shown
+    assert (old["vllm"], new["vllm"]) == ("0.31.2", None)
     assert shown.count(" days ago") == 1
     assert f"1 of the keyspaces, {format_bytes(old['disk_bytes'])}, unused for 14 days" in shown
     assert f"pool prune --unused-for 14d --target {tmp_path}" in shown

@@ -101,12 +101,14 @@ def summaries(parts: Iterable[Surveyed]) -> list[dict[str, Any]]:
 def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
     regions = [region(one) for one in parts]
     directory, tags = parts[0].directory, {one["tag"] for one in regions}
+    facts = read_facts(directory.target / directory.keyspace) or {}
     used = [one.last_use_s for one in parts if one.last_use_s is not None]
     # A live owner has precedence over a silent one, and a silent one over a dead one.
     owner = max((one.owner for one in parts), key=lambda one: _OWNER_KINDS.index(one.kind))
     return {
         "keyspace": directory.keyspace,
-        "model": model_name(directory.target / directory.keyspace),
+        "model": str(facts.get("model", "?")),
+        "vllm": facts.get("vllm"),
         "engine": directory.engine,
         "rank": directory.rank,
         "entries": sum(one["occupancy"].get("live", 0) for one in regions),
@@ -267,7 +269,8 @@ def _weights(row: dict[str, Any]) -> str:
 def _block(pool: dict[str, Any], regions: bool) -> Iterator[str]:
     """Yield the lines of `pool ls` about a pool. Only long names and paths exceed 80 columns."""
     name, size = pool["keyspace"][:_DIGITS], format_bytes(pool["disk_bytes"])
-    yield f"{name} engine {pool['engine']} rank {pool['rank']}: {pool['model']}"
+    by = f", vLLM {pool['vllm']}" if pool["vllm"] else ""
+    yield f"{name} engine {pool['engine']} rank {pool['rank']}: {pool['model']}{by}"
     used = _time(pool["last_use_s"])
     if pool["unused_s"] is not None and pool["unused_s"] >= UNUSED_S:
         used += f", {pool['unused_s'] // _DAY_S:.0f} days ago"
