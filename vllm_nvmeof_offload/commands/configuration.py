@@ -77,7 +77,7 @@ def _print_row(row: dict[str, Any], *more: str) -> None:
     text = row.get("default_text") or json.dumps(default)
     if default in (None, "", []):
         text = "none"
-    unit = f", in {row['unit']}" if row["unit"] else ""
+    unit = f" ({row['unit']})" if row["unit"] else ""
     width = min(Console().width, _COLUMNS_MAX)
     typer.echo(f"{row['key']}{unit}; default {text}")
     for line in (row["meaning"], f"Give {row['allowed']}.", *more):
