@@ -137,6 +137,12 @@ def test_vllms_default_policy_is_pickled_as_a_plain_string(probed: dict[str, Any
     assert probed["pickled_policy"] == "str"
 
 
+def test_a_server_names_all_wrong_keys_at_once(probed: dict[str, Any]) -> None:
+    first, second = probed["two_errors"]["error"].splitlines()
+    assert first.startswith("CombinedConfigError: targts=1: unknown key")
+    assert second.startswith("stagin=2: unknown key")
+
+
 @pytest.mark.parametrize(
     ("case", "parts"),
     [
