@@ -24,6 +24,7 @@ GROUPS = {
     "I/O": "allow_root_file_system io_engine o_direct read_deadline_ms",
     "Other servers' chunks": "share server_name trust_weight_version",
     "Reads through peers": "peers peer_listen share_secret_file serve_bytes",
+    "Metrics": "metrics_listen",
     "vLLM": (
         "allow_unknown_vllm offload_prompt_only blocks_per_chunk block_size "
         "self_describing_kv_events sync_load_budget_bytes canonical_layout spec_name "

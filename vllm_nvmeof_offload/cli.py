@@ -212,6 +212,34 @@ def size(
 
 
 @app.command()
+def explain(
+    request_id: Annotated[
+        str | None,
+        typer.Argument(help="Id of the request, as in vLLM's answer, such as chatcmpl-…"),
+    ] = None,
+    last: Annotated[
+        bool, typer.Option("--last", help="Explain the request that started last.")
+    ] = False,
+    url: Annotated[
+        str | None,
+        typer.Option(
+            help="Address of the server's metrics_listen. Default: http://127.0.0.1:9808."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Explain a request: which tokens were found where, loaded or computed, and why.
+
+    The server keeps records of the last 1,000 requests.
+    """
+    from vllm_nvmeof_offload.commands.explain import explain as print_records
+
+    if (request_id is None) != last:
+        raise typer.BadParameter("give either the id of a request or --last")
+    print_records(request_id, url, as_json)
+
+
+@app.command()
 def version() -> None:
     """Print this package's version, and vLLM's if it is installed."""
     from importlib import metadata

@@ -68,6 +68,8 @@ _MAKE_SECRET = "create one with `(umask 077; openssl rand -hex 32 > FILE)`; copy
 #: No machine has an EiB; a larger number is a mistake and would overflow 64-bit arithmetic.
 _SIZE_BYTES_MAX = 1 << 60
 PORT_MAX = (1 << 16) - 1
+#: The first address at which `metrics_listen: "auto"` listens.
+METRICS_ADDRESS = "127.0.0.1:9808"
 
 #: vLLM's own keys, which may be given in addition to ours.
 _VLLM_KEYS = {
@@ -309,6 +311,13 @@ class OffloadConfig(BaseModel):
         "File with a secret of 16 to 4096 bytes, the same on all peers and not readable by other "
         "users. Peers without the same secret are refused, and messages are encrypted, but chunks "
         "sent over RDMA are not. Default: none, which allows only loopback addresses.")
+    metrics_listen: str = _key(
+        "auto", "", '"auto", "off", "HOST:PORT" with an address of this machine, or the absolute '
+        "path of a file that ends in .prom",
+        "HOST:PORT of an HTTP endpoint with this package's metrics and the last requests' records; "
+        "replica d uses PORT + d. auto: from 127.0.0.1:9808 on, only if vLLM's Rust front end "
+        "drops the metrics; off: none; a *.prom file: metrics for a node exporter, every 15 s.",
+        min_length=1)
     adopt: bool = _flag(True, "Use chunks that an earlier run left in the pool.")
     weights_never_change: bool = _flag(
         False, "Promise that weights never change in a running engine, so that a later run may "
@@ -398,6 +407,13 @@ class OffloadConfig(BaseModel):
             raise ValueError("the same address twice")
         return given
 
+    @field_validator("metrics_listen")
+    @classmethod
+    def _is_a_place(cls, listen: str) -> str:
+        if listen not in ("auto", "off") and not is_text_file(listen):
+            _check_address(listen)
+        return listen
+
     @model_validator(mode="after")
     def _peers_have_a_pool_and_a_secret(self) -> OffloadConfig:
         for key, addresses in (("peers", self.peers), ("peer_listen", [self.peer_listen])):
@@ -424,6 +440,11 @@ class OffloadConfig(BaseModel):
             remedy = f"blocks_per_chunk={self.blocks_per_chunk} sets it already; give only one"
             raise ConfigError("block_size", self.block_size, remedy)
         return self
+
+
+def is_text_file(listen: str) -> bool:
+    """Return whether a value of `metrics_listen` names a text file."""
+    return os.path.isabs(listen) and listen.endswith(".prom")
 
 
 def _is_loopback(address: str) -> bool:

@@ -36,6 +36,7 @@ from vllm.v1.engine.core import EngineCore
 
 from vllm_nvmeof_offload.config import WEIGHTS_SEEN, parse_config
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL
+from vllm_nvmeof_offload.manager.endpoint import ExporterSettings
 from vllm_nvmeof_offload.metrics import COUNTERS, PREFIX, Counts
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
 from vllm_nvmeof_offload.spec import NVMeoFOffloadingSpec
@@ -139,6 +140,15 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             one_host = count_nodes(vllm_config.parallel_config) == 1
             share = ShareSettings(one_host, config.share_group)
             self._share = None if config.share == "off" else share
+            self._export = ExporterSettings(
+                config.metrics_listen,
+                replica,
+                {
+                    "model_name": str(vllm_config.model_config.served_model_name),
+                    "engine": str(replica.index),
+                },
+                vllm_release.drops_connector_stats(),
+            )
             self._trusts_weight_version = config.trust_weight_version
             self._view = SchedulerView(self.scheduler, self._groups, lambda: self._kv_cache_manager)
             self._old_kv = OldKV(self._manager.suspension, self._view)
@@ -272,15 +282,17 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         by_priority = self._vllm_config.scheduler_config.policy == "priority"
         key_bytes = key_bytes_of(self._vllm_config.cache_config.prefix_caching_hash_algo)
         queue = self._view.queue(by_priority=by_priority)
-        self._manager.attach(
-            hellos,
-            key_bytes,
-            self._groups,
-            queue,
-            boundary_tokens=self._boundary_tokens,
-            tail_tokens=self._view.tail_tokens,
-            share=self._share,
-        )
+        with logged_in_one_line():  # the exporter's port is taken
+            self._manager.attach(
+                hellos,
+                key_bytes,
+                self._groups,
+                queue,
+                boundary_tokens=self._boundary_tokens,
+                tail_tokens=self._view.tail_tokens,
+                share=self._share,
+                export=self._export,
+            )
 
     @timed
     def on_new_request(self, request: Any, **more: Any) -> None:

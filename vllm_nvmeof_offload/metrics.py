@@ -55,6 +55,7 @@ _LANE = Label("lane", source="number of a configured target, or peer and the num
 _DIRECTION = Label("direction", ("store", "load"))
 _TRANSFER = (_DIRECTION, Label("stage", ("gpu", "pool")))
 _SLOTS = Label("kind", ("cache", "stream", "pool"))
+_TIERS = ("cpu", "pool")
 _OUTCOMES = ("io_error", "checksum_mismatch", "stale", "deadline", "cancelled")
 
 #: The labels of `config_info`. Their values stay the same while a server runs.
@@ -100,6 +101,13 @@ COUNTERS = _table(
          "Hits for which vLLM allocated GPU blocks, by the decision on the hit."),
     _row("loads_cut", "loads", (),
          "Loads cancelled because recomputing would have been faster by then."),
+    _row("prefill_seconds", "seconds", (Label("result", ("saved", "lost")), Label("tier", _TIERS)),
+         "Time that loads saved, by the slowest tier read: the estimated time of computing the "
+         "loaded tokens, less the time that the request waited. A load that computing would have "
+         "beaten counts as lost. Nothing counts while the prefill rate is unknown."),
+    _row("gpu_seconds", "seconds", (Label("result", ("saved", "lost")), Label("tier", _TIERS)),
+         "The same time multiplied by the number of ranks: a lower bound, because GPUs can serve "
+         "other requests during a load."),
     # -- preempted requests
     _row("resumed_tokens", "tokens", _one("source", "loaded", "recomputed"),
          "Tokens of requests that resumed after a preemption. loaded: from a tier; recomputed: "

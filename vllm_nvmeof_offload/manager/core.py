@@ -43,6 +43,7 @@ from vllm_nvmeof_offload.manager.hold_and_prefetch import (
 )
 from vllm_nvmeof_offload.manager.ledger import Entry, Ledger, Op, Source, State, columns_of
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
+from vllm_nvmeof_offload.manager.request_log import LoadRecord, RequestLog
 from vllm_nvmeof_offload.manager.stores import StoreThreshold
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts, Series
@@ -156,6 +157,9 @@ class ManagerCore:
         #: The last failure counted, by series of `failed_chunks`.
         self.last_failures: dict[Series, Outcome] = {}
         self.levels: dict[int, LevelReport] = {}  # the last report of each rank
+        #: What was found, loaded and computed for the last requests.
+        self.request_log = RequestLog()
+        self._planned: LoadRecord | None = None
         #: Positions of groups whose bytes differ on ranks that should have equal bytes.
         self.unequal_groups: list[int] = []
         self._clock = clock
@@ -351,8 +355,14 @@ class ManagerCore:
             self._attach()
         self._holds.used(batch)
         self._count_loaded(op, batch, ends, borrows=borrows)
+        self._planned = op.record
         self._tiers.drain()
         return LoadCommand(op.number, columns_of(batch), helpers)
+
+    def take_planned(self) -> LoadRecord | None:
+        """Return and forget the record of the load that was planned last."""
+        planned, self._planned = self._planned, None
+        return planned
 
     def _count_loaded(
         self, op: Op, batch: Batch, ends: npt.NDArray[np.int64], *, borrows: bool
@@ -366,6 +376,7 @@ class ManagerCore:
 
         cpu, pool = from_pools(places >= 0)
         shared = from_pools(owner_of(places) > OURS)[1] if borrows else 0
+        op.record = LoadRecord(cpu, pool - shared, shared)
         for source, count in (("cpu", cpu), ("pool", pool - shared), ("shared", shared)):
             if count:
                 self._counters["loaded_tokens", source] += count
@@ -523,9 +534,24 @@ class ManagerCore:
             if op.kind is OpKind.LOAD:
                 self._count_lost(op, min(failed))
         if ended and op.kind is OpKind.LOAD:
-            self._load_times.loaded(op)
+            self._load_ended(op)
         elif ended and op.probe:
             self._load_times.probed(op)
+
+    def _load_ended(self, op: Op) -> None:
+        """Record the outcome of a load, and count the time that it saved or lost."""
+        record = op.record
+        assert record is not None
+        record.seconds, record.was_cut_off = self._load_times.loaded(op)
+        record.failed_tokens = op.lost
+        if not self.admission.prefill_rate:
+            return
+        arrived = len(op.tokens) - op.lost
+        saved_s = self.admission.compute_s(arrived, op.tokens.start) - record.seconds
+        record.saved_seconds = saved_s
+        result, tier = "saved" if saved_s >= 0 else "lost", "pool" if op.reads else "cpu"
+        self._counters["prefill_seconds", result, tier] += abs(saved_s)
+        self._counters["gpu_seconds", result, tier] += abs(saved_s) * self.config.world_size
 
     def _reset_reported(self, op: Op, report: OpReport) -> None:
         op.ranks_left -= 1
@@ -561,6 +587,8 @@ class ManagerCore:
         places: npt.NDArray[np.int64],
     ) -> None:
         """Count rows that failed, once every rank has reported on them."""
+        if op.record is not None:
+            op.record.failed(outcome_of(code, 0).kind.value for code in codes.tolist())
         if self._foreign is not None:
             borrows = (owner_of(places) > OURS) & (codes != code_of(OutcomeKind.CANCELLED))
             for code in codes[borrows].tolist():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm_nvmeof_offload.errors import Outcome
+from vllm_nvmeof_offload.manager.request_log import LoadRecord
 from vllm_nvmeof_offload.protocol import ChunkBatch, OpKind
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ class Op:
     lost: int = field(default=0, init=False)
     #: For a load: as in `Decision`.
     predicted_s: float = field(default=0.0, init=False)
+    #: For a load: its part of the request's record.
+    record: LoadRecord | None = field(default=None, init=False)
     #: Whether this is a fetch only for measurement.
     probe: bool = field(default=False, init=False)
     #: For a load or fetch: the seconds that the model had spent on prompts when the op began.

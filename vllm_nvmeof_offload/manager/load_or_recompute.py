@@ -76,11 +76,14 @@ class Find:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """A decision to load or, if `load` is False, to recompute. `predicted_s` is the loading time at
-    a slowness of 1, or 0 if unknown. `limit_s` is the time after which the load is cut off."""
+    a slowness of 1, or 0 if unknown. `limit_s` is the time after which the load is cut off.
+    `expected_s` is the loading time at the slowness so far, and `compute_s` the computing time."""
 
     load: bool
     predicted_s: float = 0.0
     limit_s: float | None = None
+    expected_s: float = 0.0
+    compute_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +100,8 @@ class Attempt:
     limit_s: float | None
     helpers: int | None = None
     predicted_s: float = 0.0
+    expected_s: float = 0.0
+    compute_s: float = 0.0
 
     @property
     def decision(self) -> str:
@@ -139,6 +144,11 @@ class Admission:
         """
         return 1 / self.prefill_rate + self.depth_s * (before + tokens / 2 - self.prefill_depth)
 
+    def compute_s(self, tokens: int, before: int) -> float:
+        """Return the seconds for computing `tokens` that follow `before` others, or 0 if the
+        prefill rate is unknown."""
+        return tokens * self.token_s(tokens, before) if self.prefill_rate else 0.0
+
     def decide(
         self,
         read_bytes: Sequence[int],
@@ -152,7 +162,7 @@ class Admission:
         """
         if not self.automatic or not self.prefill_rate or not any(read_bytes):
             return Decision(load=True)
-        compute_s = tokens * self.token_s(tokens, before)
+        compute_s = self.compute_s(tokens, before)
         predicted_s = self._bytes_s(read_bytes, queued_bytes)
         if predicted_s:
             predicted_s += self.step_s
@@ -160,10 +170,11 @@ class Admission:
             self.reading = self.slowness * predicted_s < enough_s
         else:
             self.reading = self.slowness <= 1
-        if not self.reading:
-            return Decision(False, predicted_s)
+        expected_s = self.slowness * predicted_s
         limit_s = max(_LIMIT_S_MIN, _LIMIT_FACTOR * (compute_s + self.step_s))
-        return Decision(True, predicted_s, limit_s)
+        return Decision(
+            self.reading, predicted_s, limit_s if self.reading else None, expected_s, compute_s
+        )
 
     def loaded(self, seconds: float, predicted_s: float, *, missed: bool, late: bool) -> None:
         """Learn from a load that took `seconds`. `predicted_s` is the decision's. `missed`: some
@@ -243,19 +254,21 @@ class LoadTimes:
         self._limits_s.update(dict.fromkeys(overdue, math.inf))
         return [op.number for op in overdue]
 
-    def loaded(self, op: Op) -> None:
-        """Record a load on which every rank has reported an outcome."""
+    def loaded(self, op: Op) -> tuple[float, bool]:
+        """Record a load on which every rank has reported an outcome. Return the seconds that it
+        took and whether it was cut off."""
         limit_s = self._limits_s.pop(op, None)
+        seconds, was_cut_off = self._waited_s(op), limit_s == math.inf
         if not op.reads:
-            return
+            return seconds, was_cut_off
         assert op.batch is not None
         for lane, count in enumerate(op.lanes):
             self.reading[lane] -= count
-        came, missed = op.batch.came(limit_s == math.inf)
+        came, missed = op.batch.came(was_cut_off)
         if came or missed:  # a load that failed at once has no meaningful time
-            seconds = self._waited_s(op)
             late = limit_s is not None and seconds > limit_s / _LIMIT_FACTOR
             self._admission.loaded(seconds, op.predicted_s, missed=missed, late=late)
+        return seconds, was_cut_off
 
     def probed(self, op: Op) -> None:
         """Record a probe on which every rank has reported an outcome."""

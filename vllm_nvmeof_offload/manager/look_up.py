@@ -189,6 +189,8 @@ class RequestLookUps:
         attempt = Attempt(local, found, 0, None, self._helpers_of(request_id))
         if found and self._core.admission.automatic:
             decision = self._decide(request_id, answer, found)
+            expected_s, compute_s = decision.expected_s, decision.compute_s
+            attempt = replace(attempt, expected_s=expected_s, compute_s=compute_s)
             if decision.load:
                 limit_s, predicted_s = decision.limit_s, decision.predicted_s
                 attempt = replace(attempt, limit_s=limit_s, predicted_s=predicted_s)

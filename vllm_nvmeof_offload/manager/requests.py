@@ -22,6 +22,7 @@ from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Order
 from vllm_nvmeof_offload.manager.load_or_recompute import Attempt
 from vllm_nvmeof_offload.manager.look_up import Queue, RequestLookUps
+from vllm_nvmeof_offload.manager.request_log import start_now
 from vllm_nvmeof_offload.metrics import Counts
 
 
@@ -165,15 +166,38 @@ class WaitingRequests:
         self._core.reload.left(request_id)
         self._going.add(request_id)
         self.resumes.resumed(request_id, loaded)
-        if attempt is not None and attempt.tokens and not loaded:
-            return attempt
+        elsewhere = attempt is not None and attempt.tokens > 0 and not loaded
         counters = self._core.counters
-        if attempt is not None:
+        if attempt is not None and not elsewhere:
             counters["admissions", attempt.decision] += 1
             counters["recomputed_tokens", "declined"] += attempt.declined
-        if self._limited and found is not None:
-            counters["recomputed_tokens", "no_boundary"] += self._beyond(request_id, found)
+        beyond = 0
+        if self._limited and found is not None and not elsewhere:
+            beyond = self._beyond(request_id, found)
+            counters["recomputed_tokens", "no_boundary"] += beyond
+        self._log(request_id, attempt, found or 0, loaded, beyond)
         return attempt
+
+    def _log(
+        self, request_id: str, attempt: Attempt | None, end: int, loaded: int, beyond: int
+    ) -> None:
+        """Record the request's start. `end` is the number of tokens up to the end of what was
+        found, and `beyond` as in `_beyond`."""
+        local = end if attempt is None else attempt.local
+        start = start_now(
+            tokens=self._num_tokens(request_id),
+            gpu_tokens=local,
+            found_tokens=end - local,
+            loaded_tokens=loaded,
+            declined_tokens=attempt.declined if attempt else 0,
+            no_boundary_tokens=beyond,
+            expected_load_seconds=attempt.expected_s if attempt else 0.0,
+            expected_compute_seconds=attempt.compute_s if attempt else 0.0,
+            chunk_tokens=self.look_ups.tokens_per_chunk,
+            limits=_limits_of(self._requests.get(request_id)),
+            load=self._core.take_planned() if loaded else None,
+        )
+        self._core.request_log.started(request_id, start)
 
     def _beyond(self, request_id: str, found: int) -> int:
         """Return the tokens after a boundary for which the tiers have full attention, but no
@@ -239,6 +263,17 @@ class WaitingRequests:
     def _num_tokens(self, request_id: str) -> int:
         request = self._requests.get(request_id)
         return request.num_tokens if request is not None else 0
+
+
+def _limits_of(request: Any) -> str:
+    """Return a text on the limits that a request sets on its loads; empty if there are none."""
+    params = getattr(request, "kv_transfer_params", None)
+    params = params if isinstance(params, dict) else {}
+    keys = ("max_load_tokens", "kv_load_tiers")
+    limits = [f"{key}={params[key]!r}" for key in keys if key in params]
+    if getattr(request, "skip_reading_prefix_cache", False):
+        limits.append("it computes its whole prompt, as prompt_logprobs requires")
+    return ", ".join(limits)
 
 
 class Suspension:

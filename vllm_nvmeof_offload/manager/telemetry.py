@@ -38,7 +38,7 @@ class MetricsCollector:
     ) -> None:
         self._core = core
         self._suspension = suspension
-        self._zeros = first_counts(len(core.capacity.pool_slots))
+        self._zeros = self._uncounted = first_counts(len(core.capacity.pool_slots))
         self._counted = Counts()  # at the last `take_increases`
         self._shown: dict[Series, float] = {}  # at the last `take_gauges`
         self._constant = gauges = Counts()
@@ -73,6 +73,11 @@ class MetricsCollector:
         if unchanged_too:
             return self._shown
         return {s: value for s, value in self._shown.items() if before.get(s) != value}
+
+    def snapshot(self) -> tuple[Mapping[Series, float], Mapping[Series, float]]:
+        """Return all counters and gauges as last taken, on any thread: nothing changes these
+        mappings later."""
+        return self._uncounted | self._counted, self._shown
 
     def _gauges(self) -> dict[Series, float]:
         core = self._core

@@ -16,6 +16,7 @@ only to the request that carries it, and never overrides what the request or the
 
 A router names helpers elsewhere, in `kv_transfer_params: {"nvmeof": {"helpers": [...]}}`, which
 other connectors ignore. Only configured peers named there may then read for the request.
+`{"nvmeof": {"explain": true}}` logs the request's record when the request ends.
 """
 
 from __future__ import annotations
@@ -76,6 +77,12 @@ def advice_of(envelope: Any, request: Any, count: Callable[[str], None]) -> Advi
             prefetch, demote = prefetch or kind == "prefetch", demote or kind == "demote"
             count(kind)
     return Advice(prefetch, tuple(retain), demote)
+
+
+def wants_record(params: Any) -> bool:
+    """Return whether a request's `kv_transfer_params` ask for its record in the log."""
+    ours = params.get("nvmeof") if isinstance(params, dict) else None
+    return isinstance(ours, dict) and ours.get("explain") is True
 
 
 def helpers_of(params: Any, peers: Sequence[str], count: Callable[[str], None]) -> int | None:

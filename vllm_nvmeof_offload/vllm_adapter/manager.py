@@ -9,6 +9,7 @@ the handshake.
 from __future__ import annotations
 
 import itertools
+import json
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -36,6 +37,7 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.groups import Group
 from vllm_nvmeof_offload.manager.boundary import tokens_by_source
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, ManagerCore, Source
+from vllm_nvmeof_offload.manager.endpoint import Exporter, ExporterSettings
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.look_up import Queue
@@ -60,7 +62,12 @@ from vllm_nvmeof_offload.protocol import (
     StoreCommand,
 )
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
-from vllm_nvmeof_offload.vllm_adapter.kv_hints import Advice, advice_of, helpers_of
+from vllm_nvmeof_offload.vllm_adapter.kv_hints import (
+    Advice,
+    advice_of,
+    helpers_of,
+    wants_record,
+)
 from vllm_nvmeof_offload.vllm_adapter.sharing import NAMELESS, ShareSettings, Sharing, why_not
 
 _HIT_SOURCES = vllm_release.HIT_SOURCES.take()
@@ -147,6 +154,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._localities: dict[Source, Locality | None] = {Source.CPU: Locality.LOCAL}
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
         self._sharing: Sharing | None = None
+        self._exporter: Exporter | None = None
         self._refused: dict[str, list[bytes]] = {}  # this step's refused chunks, by request
         self._labels["vllm"] = vllm_release.release()
         self._labels["prompts_only"] = "yes" if prompts_only else "no"
@@ -267,6 +275,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
             self.core.ended(used, self._ends(used, req_context))
             if state.advice is not None:
                 self._follow(state.advice, req_context)
+        if wants_record(req_context.kv_transfer_params):
+            for record in self.core.request_log.named(req_context.req_id):
+                logger.info("request %s", json.dumps(record))
 
     def advise(self, req_context: ReqContext, request: Any) -> Advice:
         """Return an orchestrator's advice on the KV of a request that has just arrived."""
@@ -404,13 +415,14 @@ class NVMeoFOffloadingManager(OffloadingManager):
         boundary_tokens: int = 0,
         tail_tokens: int = 0,
         share: ShareSettings | None = None,
+        export: ExporterSettings | None = None,
     ) -> None:
         """Create the core from the workers' handshake.
 
         `key_bytes` is the length of every offload key. `groups` are the offloaded groups, by
         position. `queue` gives access to vLLM's queue. `boundary_tokens` is the result of
         `keep_boundaries`. `tail_tokens` is as in `BoundaryStores`. `share` is None if nothing is
-        shared with other servers.
+        shared with other servers, and `export` is None if vLLM alone exports the metrics.
         """
         assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
@@ -434,16 +446,19 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.sources_of = partial(_sources_of, self._localities)
         self.look_ups = core.look_ups(self.sources_of, LookupResult.HIT, LookupResult.MISS)
         self.lookup = self.look_ups.lookup  # type: ignore[assignment,method-assign]
-        group = share.group if share else ""
-        logger.info("%s", start_line(ordered, core, alone, group))
+        self._labels |= config_labels(ordered, self.config)
+        self._metrics = MetricsCollector(core, self.suspension, ordered, self._labels)
+        if export is not None and export.is_on:
+            self._exporter = Exporter(export, self._metrics.snapshot, core.request_log)
+        group, at = share.group if share else "", self._exporter and self._exporter.where
+        exports = f"; metrics at {at}" if at else ""
+        logger.info("%s%s", start_line(ordered, core, alone, group), exports)
         self._keyspace = ordered[0].keyspace if agreement.tag else ""
         if self._weights_changed:
             core.weights_changed()
         if self._void:
             self.reset_cache()
         self._failure_log = FailureLog(core, ordered[0].targets, self._clock)
-        self._labels |= config_labels(ordered, self.config)
-        self._metrics = MetricsCollector(core, self.suspension, ordered, self._labels)
         if queue is not None:
             self.waiting = WaitingRequests(core, queue, self._clock)
         if boundary_tokens:
@@ -488,6 +503,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def shutdown(self) -> None:
         if self._sharing is not None:
             self._sharing.stop()
+        if self._exporter is not None:
+            self._exporter.stop()
 
     def config_info(self) -> list[dict[str, str | int | float | bool]]:
         """Return the labels that vLLM 0.33 publishes as its own `kv_offload_config_info`."""

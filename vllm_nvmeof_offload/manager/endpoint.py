@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An engine's own exporter of metrics and request records: an HTTP endpoint, or a text file.
+
+vLLM's Python front end exports the same series at its `/metrics`; its Rust front end drops them.
+The exporter reads what the scheduler's thread has already collected, and never makes it wait.
+
+HTTP requests are answered one at a time, each within seconds, so that clients cannot use up memory
+or threads. `/requests/…` answers only clients on this host, because its records name requests.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from prometheus_client import CollectorRegistry, make_wsgi_app, write_to_textfile
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.config import METRICS_ADDRESS, PORT_MAX, Replica, is_text_file
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.manager.request_log import RequestLog
+from vllm_nvmeof_offload.metrics import METRICS, PREFIX, Series, exported
+
+#: The time between two writes of a text file.
+_FILE_PERIOD_S = 15.0
+#: A client that sends or receives nothing for this long is disconnected.
+_CLIENT_S = 2.0
+#: Without a configured address, the ports that are tried from the default one on.
+_PORTS_TRIED = 64
+_JSON = [("Content-Type", "application/json"), ("Cache-Control", "no-store")]
+
+Snapshot = Callable[[], tuple[Mapping[Series, float], Mapping[Series, float]]]
+
+
+@dataclass(frozen=True, slots=True)
+class ExporterSettings:
+    """The settings of an exporter. `listen` is the key `metrics_listen`. `labels` are vLLM's own
+    labels. `is_dropped` states whether vLLM's front end drops a connector's statistics."""
+
+    listen: str
+    replica: Replica
+    labels: Mapping[str, str]
+    is_dropped: bool
+
+    @property
+    def is_on(self) -> bool:
+        return self.is_dropped if self.listen == "auto" else self.listen != "off"
+
+
+class _Families(Collector):
+    """Converts the collected series to Prometheus' classes."""
+
+    def __init__(self, snapshot: Snapshot, labels: Mapping[str, str]) -> None:
+        self._snapshot, self._labels = snapshot, labels
+
+    def collect(self) -> Iterator[Metric]:
+        families: dict[str, Any] = {}
+        for series, value in (item for part in self._snapshot() for item in part.items()):
+            name, values = exported(series)
+            if name not in families:
+                declared = METRICS[name.removeprefix(PREFIX)]
+                kind = CounterMetricFamily if declared.kind == "counter" else GaugeMetricFamily
+                names = [*self._labels, *(label.name for label in declared.labels)]
+                families[name] = kind(name, declared.help, labels=names)
+            families[name].add_metric([*self._labels.values(), *values], value)
+        yield from families.values()
+
+
+class Exporter:
+    """Exports until `stop`. `where` is the address or the file, for the log.
+
+    Raises: ConfigError: nothing can listen at the configured address.
+    """
+
+    def __init__(
+        self, settings: ExporterSettings, snapshot: Snapshot, request_log: RequestLog
+    ) -> None:
+        self._labels, self._request_log = settings.labels, request_log
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(_Families(snapshot, settings.labels))
+        self._metrics = make_wsgi_app(self._registry)
+        self._ended = threading.Event()
+        self._server: WSGIServer | None = None
+        if is_text_file(settings.listen):
+            self.where = _file_of(settings)
+            target: Callable[[], None] = self._write_files
+        else:
+            self._server = _listen(settings, self._answer)
+            host, port = self._server.server_address[:2]
+            host = host.decode() if isinstance(host, bytes) else host
+            self.where = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+            target = self._server.serve_forever
+        self._thread = threading.Thread(target=target, name="nvmeof-metrics", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop exporting. A file is removed, so that it does not look like a running server's."""
+        self._ended.set()
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+        self._thread.join(_CLIENT_S)
+
+    def _write_files(self) -> None:
+        failed = False
+        while not self._ended.is_set():
+            try:
+                write_to_textfile(self.where, self._registry)
+                failed = False
+            except OSError as error:
+                if not failed:
+                    logger.warning("cannot write metrics to %s: %s", self.where, error.strerror)
+                failed = True
+            self._ended.wait(_FILE_PERIOD_S)
+        with suppress(OSError):
+            os.unlink(self.where)
+
+    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        """Answer an HTTP request, as a WSGI application."""
+        path = environ["PATH_INFO"].encode("latin-1").decode(errors="replace")
+        if path == "/metrics":
+            return self._metrics(environ, start_response)
+        status, body = self._records(path, environ)
+        start_response(status, _JSON)
+        return [json.dumps(body).encode()]
+
+    def _records(self, path: str, environ: Mapping[str, Any]) -> tuple[str, object]:
+        """Return the status and the answer to a request for anything but the metrics."""
+        name = path.removeprefix("/requests/")
+        if environ["REQUEST_METHOD"] != "GET":
+            return "405 Method Not Allowed", {"error": "only GET"}
+        if name == path:
+            return "404 Not Found", {"error": "try /metrics, /requests/last or /requests/ID"}
+        if not ipaddress.ip_address(environ["REMOTE_ADDR"]).is_loopback:
+            return "403 Forbidden", {"error": "requests are shown only to clients on this host"}
+        found = self._request_log.last() if name == "last" else self._request_log.named(name)
+        if not found:
+            return "404 Not Found", {"error": f"no record of request {name}"}
+        return "200 OK", [{**self._labels, **one} for one in found]
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = _CLIENT_S
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Log nothing."""
+
+    def handle(self) -> None:
+        with suppress(OSError):  # the client left, or is too slow
+            super().handle()
+
+
+def _listen(settings: ExporterSettings, app: Callable[..., Iterable[bytes]]) -> WSGIServer:
+    """Return a server that listens at the configured address or, if there is none, at the first
+    free port from the default one on."""
+    is_default = settings.listen == "auto"
+    address = METRICS_ADDRESS if is_default else settings.listen
+    host, _, first = address.rpartition(":")
+    host, port = host.strip("[]"), int(first) + settings.replica.index
+    last = min(PORT_MAX, port + _PORTS_TRIED - 1 if is_default else port)
+    while True:
+        try:
+            info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+            made = type("_Server", (WSGIServer,), {"address_family": info[0]})
+            return make_server(str(info[4][0]), port, app, made, _Handler)
+        except (OSError, OverflowError) as error:
+            if port >= last:
+                remedy = f'cannot listen at port {port} ({error}); give a free port, or "off"'
+                raise ConfigError("metrics_listen", settings.listen, remedy) from None
+        port += 1
+
+
+def _file_of(settings: ExporterSettings) -> str:
+    """Return this replica's text file."""
+    if settings.replica.count == 1:
+        return settings.listen
+    stem, suffix = os.path.splitext(settings.listen)
+    return f"{stem}-{settings.replica.index}{suffix}"

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of the last requests: what was found, loaded and computed for each, and why. Pure.
+
+A request is recorded when vLLM allocates its GPU blocks, and once more after each preemption; its
+load adds the outcome. Nothing is recorded per chunk. The scheduler's thread writes, and any thread
+may read. A record's size is bounded, and so is the number of records.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+#: A record takes one to two KB, so these take at most a few MB.
+RECORDS_MAX = 1000
+#: The most starts that a record keeps: the first one and the last ones.
+_STARTS_MAX = 8
+_ID_CHARS_MAX = 256
+_LIMITS_CHARS_MAX = 200
+
+
+@dataclass(slots=True)
+class LoadRecord:
+    """A load: its tokens by tier and, after its end, its outcome.
+
+    `seconds` is the time that the request waited, as in `LoadTimes`; None until the load has ended.
+    `failed_tokens` were computed instead, and `failed_chunks` counts chunks by outcome.
+    `saved_seconds` is the estimated time of computing the tokens that arrived, less `seconds`; None
+    if the prefill rate is unknown.
+    """
+
+    cpu_tokens: int = 0
+    pool_tokens: int = 0
+    shared_tokens: int = 0
+    seconds: float | None = None
+    was_cut_off: bool = False
+    failed_tokens: int = 0
+    failed_chunks: dict[str, int] = field(default_factory=dict)
+    saved_seconds: float | None = None
+
+    def failed(self, outcomes: Iterable[str]) -> None:
+        """Count failed chunks by outcome."""
+        for outcome in outcomes:
+            self.failed_chunks[outcome] = self.failed_chunks.get(outcome, 0) + 1
+
+
+@dataclass(slots=True)
+class Start:
+    """A request at the time at which it got its GPU blocks.
+
+    `tokens` are the request's; of these, `gpu_tokens` were in GPU memory, the next `found_tokens`
+    in the tiers, and `loaded_tokens` of these were loaded. `declined_tokens` were found and
+    computed, because loading was expected to take `expected_load_seconds`, and computing
+    `expected_compute_seconds`; both are 0 if nothing was estimated. `no_boundary_tokens` were found
+    without windows or states to resume from. `limits` are the request's own limits on loads.
+    """
+
+    unix_seconds: float
+    tokens: int
+    gpu_tokens: int
+    found_tokens: int
+    loaded_tokens: int
+    declined_tokens: int = 0
+    no_boundary_tokens: int = 0
+    expected_load_seconds: float = 0.0
+    expected_compute_seconds: float = 0.0
+    chunk_tokens: int = 0
+    limits: str = ""
+    load: LoadRecord | None = None
+
+    def describe(self) -> dict[str, Any]:
+        """Return the fields, the number of tokens computed, and the reasons, for JSON."""
+        failed = self.load.failed_tokens if self.load else 0
+        computed = self.tokens - self.gpu_tokens - self.loaded_tokens + failed
+        return {**asdict(self), "computed_tokens": computed, "why": list(self._reasons())}
+
+    def _reasons(self) -> Iterator[str]:
+        left, load = self.tokens - self.gpu_tokens, self.load
+        if self.limits:
+            yield f"the request limits its loads: {self.limits}"
+        if not self.found_tokens and left <= self.chunk_tokens:
+            yield f"{left} tokens are left, and a chunk has {self.chunk_tokens}"
+        elif not self.found_tokens and not self.limits:
+            yield "no tier has the first chunk that GPU memory lacks"
+        if self.declined_tokens:
+            yield (
+                f"{self.declined_tokens} tokens were found but computed: loading was expected to "
+                f"take {self.expected_load_seconds:.3f} s, computing "
+                f"{self.expected_compute_seconds:.3f} s"
+            )
+        elif self.found_tokens and not self.loaded_tokens:
+            yield "vLLM took the found tokens from elsewhere, such as another connector"
+        if self.no_boundary_tokens:
+            yield (
+                f"{self.no_boundary_tokens} more tokens were found without the windows or states "
+                "to resume from"
+            )
+        if load is None:
+            return
+        if load.was_cut_off:
+            yield "the load was cut off, because computing would have been faster by then"
+        if load.failed_tokens:
+            chunks = ", ".join(f"{count} {kind}" for kind, count in load.failed_chunks.items())
+            yield f"{load.failed_tokens} tokens did not arrive and were computed (chunks: {chunks})"
+        if load.saved_seconds is not None and load.saved_seconds < 0:
+            yield f"computing would have been faster by {-load.saved_seconds:.3f} s"
+
+
+def start_now(**fields: Any) -> Start:
+    """Return a start that happens now."""
+    return Start(time.time(), **fields)
+
+
+class RequestLog:
+    """The last `RECORDS_MAX` requests that got GPU blocks, by id; the last one is the newest."""
+
+    def __init__(self, records_max: int = RECORDS_MAX) -> None:
+        self._records_max = records_max
+        self._starts: OrderedDict[str, list[Start]] = OrderedDict()
+        self._lock = threading.Lock()  # held for microseconds
+
+    def started(self, request_id: str, start: Start) -> None:
+        """Record that a request got its GPU blocks."""
+        request_id = request_id[:_ID_CHARS_MAX]
+        start.limits = start.limits[:_LIMITS_CHARS_MAX]
+        with self._lock:
+            starts = self._starts.pop(request_id, [])
+            del starts[1 : max(1, len(starts) - _STARTS_MAX + 2)]
+            self._starts[request_id] = [*starts, start]
+            if len(self._starts) > self._records_max:
+                self._starts.popitem(last=False)
+
+    def last(self) -> list[dict[str, Any]]:
+        """Return the newest record, as a list of at most one."""
+        with self._lock:
+            found = list(self._starts.items())[-1:]
+        return [_described(*one) for one in found]
+
+    def named(self, request_id: str) -> list[dict[str, Any]]:
+        """Return the records of a request, oldest first.
+
+        vLLM appends a number and random digits to the id in its answer: these records match too.
+        """
+        with self._lock:
+            found = [
+                (known, starts)
+                for known, starts in self._starts.items()
+                if known == request_id or known.startswith(f"{request_id}-")
+            ]
+        return [_described(*one) for one in found]
+
+
+def _described(request_id: str, starts: list[Start]) -> dict[str, Any]:
+    return {"request": request_id, "starts": [start.describe() for start in starts]}
