@@ -215,7 +215,7 @@ def size(
 def explain(
     request_id: Annotated[
         str | None,
-        typer.Argument(help="Id of the request, as in vLLM's answer, such as chatcmpl-…"),
+        typer.Argument(help="Id of the request, as in vLLM's answer."),
     ] = None,
     last: Annotated[
         bool, typer.Option("--last", help="Explain the request that started last.")

@@ -140,6 +140,10 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("peer_listen", "::1:7000", "needs brackets"),
     ("peer_listen", "tcp://d0:7000", "no host before a port"),
     ("serve_bytes", "1KiB", "at least 4KiB"),
+    *(("metrics_listen", value, '"auto", "off", "HOST:PORT"') for value in (9808, None, "")),
+    ("metrics_listen", "9808", "no host before a port"),
+    ("metrics_listen", "nvmeof.prom", "no host before a port"),
+    ("metrics_listen", "127.0.0.1:0", "no port from 1"),
     ("adopt", "yes", "true or false"),
     ("weights_never_change", 1, "true or false"),
     ("trust_weight_version", "yes", "true or false"),
@@ -188,6 +192,12 @@ def test_peers_have_an_address_each() -> None:
     listed = parse({}, VLLM_NVMEOF_PEERS="d0:7000, [fe80::1]:7000", **secret).peers
     assert listed == ["d0:7000", "[fe80::1]:7000"]
     assert parse({"peer_listen": "10.0.0.7:7000"}, **secret).peer_listen == "10.0.0.7:7000"
+
+
+def test_metrics_are_exported_at_an_address_or_to_a_file() -> None:
+    assert parse({}).metrics_listen == "auto"
+    for value in ("off", "0.0.0.0:9808", "[::1]:9808", "/var/lib/node/nvmeof.prom"):
+        assert parse({}, VLLM_NVMEOF_METRICS_LISTEN=value).metrics_listen == value
 
 
 @pytest.mark.parametrize("key", ["peers", "peer_listen"])

@@ -37,7 +37,6 @@ _FILE_PERIOD_S = 15.0
 _CLIENT_S = 2.0
 #: Without a configured address, the ports that are tried from the default one on.
 _PORTS_TRIED = 64
-_JSON = [("Content-Type", "application/json"), ("Cache-Control", "no-store")]
 
 Snapshot = Callable[[], tuple[Mapping[Series, float], Mapping[Series, float]]]
 
@@ -95,7 +94,7 @@ class Exporter:
             self.where = _file_of(settings)
             target: Callable[[], None] = self._write_files
         else:
-            self._server = _listen(settings, self._answer)
+            self._server = _listen(settings, self.answer)
             host, port = self._server.server_address[:2]
             host = host.decode() if isinstance(host, bytes) else host
             self.where = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
@@ -125,13 +124,13 @@ class Exporter:
         with suppress(OSError):
             os.unlink(self.where)
 
-    def _answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+    def answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         """Answer an HTTP request, as a WSGI application."""
         path = environ["PATH_INFO"].encode("latin-1").decode(errors="replace")
         if path == "/metrics":
             return self._metrics(environ, start_response)
         status, body = self._records(path, environ)
-        start_response(status, _JSON)
+        start_response(status, [("Content-Type", "application/json")])  # wsgiref changes the list
         return [json.dumps(body).encode()]
 
     def _records(self, path: str, environ: Mapping[str, Any]) -> tuple[str, object]:
