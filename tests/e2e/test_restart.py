@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Two targets, one of them filled; SIGKILL during writes, and the start after the kill.
 
-A router receives the KV events of both servers and always agrees with their tiers.
+A router receives the KV events of both servers and always agrees with their tiers. The second
+server's own endpoint agrees with vLLM's `/metrics`, and explains a request.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from pathlib import Path
 
 import pytest
 from vllm_nvmeof_bench.servers.client import Metrics
-from vllm_nvmeof_bench.servers.server import Server, ServerError, ServerSpec
+from vllm_nvmeof_bench.servers.server import ReservedPort, Server, ServerError, ServerSpec
 
 from tests.e2e import faults_rig as rig
 from tests.e2e import life_rig
+from tests.e2e.endpoint_rig import Endpoint
 from tests.e2e.router import CPU, STORAGE, Router
 from tests.small_disk import tmpfs
 
@@ -84,9 +86,14 @@ class Lives:
 
     def second(self, reference: rig.Reference, slots: float) -> None:
         """The second server finds the first one's chunks, with the backend configured otherwise."""
-        with Router() as router:
-            spec = replace(rig.without_plugin(self.spec), extra_args=router.arguments)
+        with Router() as router, ReservedPort() as port:
+            offload, listen = self.spec.offload, f"127.0.0.1:{port.number}"
+            assert offload is not None
+            offload = replace(offload, extra={**offload.extra, "metrics_listen": listen})
+            spec = rig.without_plugin(replace(self.spec, offload=offload))
+            spec = replace(spec, extra_args=router.arguments)
             with rig.start(spec, "restart-after", unforked=True) as server:
+                endpoint = Endpoint(server, listen)
                 adopted = rig.metrics(server).value("vllm:nvmeof_entries")
                 assert 0 < adopted <= slots
                 router_agrees(server, router)
@@ -95,7 +102,11 @@ class Lives:
                 last = reference.prompts[-1:]
                 assert rig.same(rig.ask(server, last), reference.answers[-1:])
                 assert rig.grown(server, before, "vllm:nvmeof_loaded_tokens_total", source="pool")
+                loaded = int(rig.grown(server, before, "vllm:nvmeof_loaded_tokens_total"))
+                endpoint.explains_a_load(len(last[0]), loaded)
+                endpoint.logs_a_request(last[0])
                 assert rig.same(rig.ask(server, reference.prompts), reference.answers)
+                endpoint.agrees()
                 assert rig.metrics(server).value("vllm:nvmeof_failed_chunks_total") == 0
                 life_rig.post(server, "/reset_prefix_cache", reset_external="true")
                 router_agrees(server, router)
