@@ -140,15 +140,10 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             one_host = count_nodes(vllm_config.parallel_config) == 1
             share = ShareSettings(one_host, config.share_group)
             self._share = None if config.share == "off" else share
-            self._export = ExporterSettings(
-                config.metrics_listen,
-                replica,
-                {
-                    "model_name": str(vllm_config.model_config.served_model_name),
-                    "engine": str(replica.index),
-                },
-                vllm_release.drops_connector_stats(),
-            )
+            name = str(vllm_config.model_config.served_model_name)
+            labels = {"model_name": name, "engine": str(replica.index)}
+            is_dropped = vllm_release.drops_connector_stats()
+            self._export = ExporterSettings(config.metrics_listen, replica, labels, is_dropped)
             self._trusts_weight_version = config.trust_weight_version
             self._view = SchedulerView(self.scheduler, self._groups, lambda: self._kv_cache_manager)
             self._old_kv = OldKV(self._manager.suspension, self._view)

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files on disk are private, are never executed, and reveal nothing of a prompt."""
+"""Files on disk are private, are never executed, and reveal nothing of a prompt; ports are shut."""
 
 from __future__ import annotations
 
 import ast
+import ipaddress
 import json
 import os
 import re
@@ -14,10 +15,18 @@ import pytest
 from tests.unit.imported_vllm import ImportedVllm
 from tests.unit.pool.kit import fill, make_spec
 from vllm_nvmeof_offload.commands.doctor.host import check_target
-from vllm_nvmeof_offload.config import ALLOW_FAULTS, EXPERIMENT, judge_access, parse_config
+from vllm_nvmeof_offload.config import (
+    ALLOW_FAULTS,
+    EXPERIMENT,
+    METRICS_ADDRESS,
+    Replica,
+    judge_access,
+    parse_config,
+)
 from vllm_nvmeof_offload.copy import driver
 from vllm_nvmeof_offload.errors import ConfigError, PoolError
 from vllm_nvmeof_offload.fabric.findings import Severity
+from vllm_nvmeof_offload.manager.endpoint import ExporterSettings
 from vllm_nvmeof_offload.pool.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -207,3 +216,37 @@ def test_a_start_warns_once_about_each_exposed_target_and_about_faults(
     assert f"target {shared} can be written by other users (mode 0777" in warning
     assert "chmod 0700" in warning
     assert sum("FAULT INJECTION is on" in line for line in logged) == 1
+
+
+# -- ports ----------------------------------------------------------------------------------
+
+#: The modules that listen, each with the key that opens its port.
+LISTEN = {
+    "vllm_nvmeof_offload/manager/endpoint.py": "metrics_listen",
+    "vllm_nvmeof_offload/peers/session.py": "peer_listen",
+    "vllm_nvmeof_offload/peers/server.py": "peer_listen",
+}
+OPENS = re.compile(
+    r"\b(make_server|create_server|start_http_server|HTTPServer)\(|\.(bind|listen)\("
+)
+
+
+def test_only_two_modules_open_ports_and_each_has_a_key_that_is_documented() -> None:
+    package = ROOT / "vllm_nvmeof_offload"
+    found = {
+        path.relative_to(ROOT).as_posix()
+        for path in package.rglob("*.py")
+        if OPENS.search(path.read_text())
+    }
+    assert found <= set(LISTEN)
+    text = (ROOT / "docs" / "security.md").read_text()
+    for name in found:
+        assert f"`{LISTEN[name]}`" in text
+
+
+def test_no_port_is_open_by_default_and_the_default_address_is_loopback() -> None:
+    settings = parse_config({}, {})
+    assert (settings.peer_listen, settings.metrics_listen) == ("", "auto")
+    off = ExporterSettings(settings.metrics_listen, Replica(), {}, is_dropped=False)
+    assert not off.is_on
+    assert ipaddress.ip_address(METRICS_ADDRESS.rpartition(":")[0]).is_loopback

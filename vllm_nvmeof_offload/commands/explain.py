@@ -35,14 +35,16 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
         print_json(records)
         return
     for record in records:
-        for line in _lines(record):
-            typer.echo(line)
+        typer.echo(f"request {record['request']}")
+        for number, start in enumerate(record["starts"]):
+            for line in _lines(start, "again after a preemption, " if number else ""):
+                typer.echo("\n".join(textwrap.wrap(line, _COLUMNS, subsequent_indent=" " * 6)))
 
 
 def _records(url: str, request_id: str | None) -> list[dict[str, Any]]:
-    address = f"{url}/requests/{'last' if request_id is None else quote(request_id, safe='')}"
+    name = "last" if request_id is None else quote(request_id, safe="")
     try:
-        answer = httpx.get(address, timeout=_TIMEOUT_S, trust_env=False)
+        answer = httpx.get(f"{url}/requests/{name}", timeout=_TIMEOUT_S, trust_env=False)
         body = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         remedy = (
@@ -50,48 +52,32 @@ def _records(url: str, request_id: str | None) -> list[dict[str, Any]]:
             f"the server with VLLM_NVMEOF_METRICS_LISTEN={METRICS_ADDRESS}"
         )
         raise ConfigError("--url", url, remedy) from None
-    if answer.status_code != httpx.codes.OK or not isinstance(body, list):
-        given = body.get("error") if isinstance(body, dict) else None
-        remedy = f"{given or f'HTTP status {answer.status_code}'}; each engine records its own"
-        raise ConfigError("--url", url, remedy)
-    return body
+    if answer.status_code == httpx.codes.OK and isinstance(body, list):
+        return body
+    given = body.get("error") if isinstance(body, dict) else f"HTTP status {answer.status_code}"
+    raise ConfigError("--url", url, f"{given}; each engine records its own requests")
 
 
-def _lines(record: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines on one record, at most `_COLUMNS` wide unless the id is longer."""
-    yield f"request {record['request']}"
-    for number, start in enumerate(record["starts"]):
-        when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start["unix_seconds"]))
-        again = ", again after a preemption" if number else ""
-        yield f"  started {when}{again}: {start['tokens']:,} tokens"
-        yield _row("in GPU memory", start["gpu_tokens"])
-        yield _row("found in the tiers", start["found_tokens"])
-        load = start["load"] or {}
-        tiers = [f"{load[key]:,} {text}" for key, text in _TIERS.items() if load.get(key)]
-        yield from _wrapped(_row("loaded", start["loaded_tokens"]), ", ".join(tiers))
-        yield _row("computed", start["computed_tokens"])
-        yield from _time(load)
-        for reason in start["why"]:
-            yield from _wrapped("    why:", reason)
+def _lines(start: dict[str, Any], again: str) -> Iterator[str]:
+    """Yield the lines on one start, not wrapped yet."""
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start["unix_seconds"]))
+    load = start["load"] or {}
+    tiers = ", ".join(f"{load[key]:,} {text}" for key, text in _TIERS.items() if load.get(key))
+    yield f"  started {again}{when}: {start['tokens']:,} tokens"
+    yield _row("in GPU memory", start["gpu_tokens"])
+    yield _row("found in the tiers", start["found_tokens"])
+    yield f"{_row('loaded', start['loaded_tokens'])} {tiers}".rstrip()
+    yield _row("computed", start["computed_tokens"])
+    if load and load["seconds"] is None:
+        yield "    the load has not ended yet"
+    elif load:
+        line, saved_s = f"    waited {load['seconds']:.3f} s for the load", load["saved_seconds"]
+        if saved_s is not None:
+            line += f"; computing would have taken about {load['seconds'] + saved_s:.3f} s"
+            line += f": {'saved' if saved_s >= 0 else 'lost'} {abs(saved_s):.3f} s"
+        yield line
+    yield from (f"    why: {reason}" for reason in start["why"])
 
 
 def _row(name: str, tokens: int) -> str:
     return f"    {name:<20}{tokens:>11,} tokens"
-
-
-def _time(load: dict[str, Any]) -> Iterator[str]:
-    if not load:
-        return
-    seconds, saved_s = load["seconds"], load["saved_seconds"]
-    if seconds is None:
-        yield "    the load has not ended yet"
-        return
-    line = f"    {'waited for the load':<20}{seconds:>11.3f} s"
-    if saved_s is not None:
-        computing = f"computing: {seconds + saved_s:.3f} s, as estimated"
-        line += f"; {computing}; {'saved' if saved_s >= 0 else 'lost'} {abs(saved_s):.3f} s"
-    yield from _wrapped(line, "")
-
-
-def _wrapped(head: str, text: str) -> Iterator[str]:
-    yield from textwrap.wrap(f"{head} {text}".rstrip(), _COLUMNS, subsequent_indent=" " * 6)

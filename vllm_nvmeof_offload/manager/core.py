@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -588,7 +589,8 @@ class ManagerCore:
     ) -> None:
         """Count rows that failed, once every rank has reported on them."""
         if op.record is not None:
-            op.record.failed(outcome_of(code, 0).kind.value for code in codes.tolist())
+            kinds = Counter(outcome_of(code, 0).kind.value for code in codes.tolist())
+            op.record.failed_chunks = dict(kinds + Counter(op.record.failed_chunks))
         if self._foreign is not None:
             borrows = (owner_of(places) > OURS) & (codes != code_of(OutcomeKind.CANCELLED))
             for code in codes[borrows].tolist():

@@ -56,13 +56,38 @@ class ExporterSettings:
         return self.is_dropped if self.listen == "auto" else self.listen != "off"
 
 
-class _Families(Collector):
-    """Converts the collected series to Prometheus' classes."""
+class Exporter(Collector):
+    """Exports until `stop`. `where` is the address or the file, for the log.
 
-    def __init__(self, snapshot: Snapshot, labels: Mapping[str, str]) -> None:
-        self._snapshot, self._labels = snapshot, labels
+    Raises: ConfigError: nothing can listen at the configured address.
+    """
+
+    def __init__(
+        self, settings: ExporterSettings, snapshot: Snapshot, request_log: RequestLog
+    ) -> None:
+        self._snapshot, self._request_log = snapshot, request_log
+        self._labels = settings.labels
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        self._metrics = make_wsgi_app(self._registry)
+        self._ended = threading.Event()
+        self._server: WSGIServer | None = None
+        if is_text_file(settings.listen):
+            stem, suffix = os.path.splitext(settings.listen)
+            replica = settings.replica
+            self.where = f"{stem}-{replica.index}{suffix}" if replica.count > 1 else settings.listen
+            target: Callable[[], None] = self._write_files
+        else:
+            self._server = _listen(settings, self.answer)
+            host, port = self._server.server_address[:2]
+            host = host.decode() if isinstance(host, bytes) else host
+            self.where = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
+            target = self._server.serve_forever
+        self._thread = threading.Thread(target=target, name="nvmeof-metrics", daemon=True)
+        self._thread.start()
 
     def collect(self) -> Iterator[Metric]:
+        """Yield the collected series as Prometheus' objects."""
         families: dict[str, Any] = {}
         for series, value in (item for part in self._snapshot() for item in part.items()):
             name, values = exported(series)
@@ -73,34 +98,6 @@ class _Families(Collector):
                 families[name] = kind(name, declared.help, labels=names)
             families[name].add_metric([*self._labels.values(), *values], value)
         yield from families.values()
-
-
-class Exporter:
-    """Exports until `stop`. `where` is the address or the file, for the log.
-
-    Raises: ConfigError: nothing can listen at the configured address.
-    """
-
-    def __init__(
-        self, settings: ExporterSettings, snapshot: Snapshot, request_log: RequestLog
-    ) -> None:
-        self._labels, self._request_log = settings.labels, request_log
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(_Families(snapshot, settings.labels))
-        self._metrics = make_wsgi_app(self._registry)
-        self._ended = threading.Event()
-        self._server: WSGIServer | None = None
-        if is_text_file(settings.listen):
-            self.where = _file_of(settings)
-            target: Callable[[], None] = self._write_files
-        else:
-            self._server = _listen(settings, self.answer)
-            host, port = self._server.server_address[:2]
-            host = host.decode() if isinstance(host, bytes) else host
-            self.where = f"http://{f'[{host}]' if ':' in host else host}:{port}/metrics"
-            target = self._server.serve_forever
-        self._thread = threading.Thread(target=target, name="nvmeof-metrics", daemon=True)
-        self._thread.start()
 
     def stop(self) -> None:
         """Stop exporting. A file is removed, so that it does not look like a running server's."""
@@ -177,11 +174,3 @@ def _listen(settings: ExporterSettings, app: Callable[..., Iterable[bytes]]) -> 
                 remedy = f'cannot listen at port {port} ({error}); give a free port, or "off"'
                 raise ConfigError("metrics_listen", settings.listen, remedy) from None
         port += 1
-
-
-def _file_of(settings: ExporterSettings) -> str:
-    """Return this replica's text file."""
-    if settings.replica.count == 1:
-        return settings.listen
-    stem, suffix = os.path.splitext(settings.listen)
-    return f"{stem}-{settings.replica.index}{suffix}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -42,13 +42,8 @@ class LoadRecord:
     failed_chunks: dict[str, int] = field(default_factory=dict)
     saved_seconds: float | None = None
 
-    def failed(self, outcomes: Iterable[str]) -> None:
-        """Count failed chunks by outcome."""
-        for outcome in outcomes:
-            self.failed_chunks[outcome] = self.failed_chunks.get(outcome, 0) + 1
 
-
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class Start:
     """A request at the time at which it got its GPU blocks.
 
@@ -59,16 +54,16 @@ class Start:
     without windows or states to resume from. `limits` are the request's own limits on loads.
     """
 
-    unix_seconds: float
+    unix_seconds: float = field(default_factory=time.time)
     tokens: int
     gpu_tokens: int
     found_tokens: int
     loaded_tokens: int
+    chunk_tokens: int
     declined_tokens: int = 0
     no_boundary_tokens: int = 0
     expected_load_seconds: float = 0.0
     expected_compute_seconds: float = 0.0
-    chunk_tokens: int = 0
     limits: str = ""
     load: LoadRecord | None = None
 
@@ -108,11 +103,6 @@ class Start:
             yield f"{load.failed_tokens} tokens did not arrive and were computed (chunks: {chunks})"
         if load.saved_seconds is not None and load.saved_seconds < 0:
             yield f"computing would have been faster by {-load.saved_seconds:.3f} s"
-
-
-def start_now(**fields: Any) -> Start:
-    """Return a start that happens now."""
-    return Start(time.time(), **fields)
 
 
 class RequestLog:

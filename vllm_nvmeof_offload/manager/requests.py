@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Order
 from vllm_nvmeof_offload.manager.load_or_recompute import Attempt
 from vllm_nvmeof_offload.manager.look_up import Queue, RequestLookUps
-from vllm_nvmeof_offload.manager.request_log import start_now
+from vllm_nvmeof_offload.manager.request_log import Start
 from vllm_nvmeof_offload.metrics import Counts
 
 
@@ -184,7 +184,7 @@ class WaitingRequests:
         """Record the request's start. `end` is the number of tokens up to the end of what was
         found, and `beyond` as in `_beyond`."""
         local = end if attempt is None else attempt.local
-        start = start_now(
+        start = Start(
             tokens=self._num_tokens(request_id),
             gpu_tokens=local,
             found_tokens=end - local,

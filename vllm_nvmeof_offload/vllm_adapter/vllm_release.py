@@ -17,7 +17,6 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -31,8 +30,6 @@ from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
 KNOWN = ("0.32", "0.33")
 
 UNKNOWN = "unknown"
-#: The program of the Rust front end, and how far above an engine it is looked for.
-_RUST_FRONT_END, _ANCESTORS_MAX = "vllm-rs", 8
 _RELEASES = " or ".join(KNOWN)
 
 
@@ -63,21 +60,15 @@ def drops_connector_stats() -> bool:
     `vllm serve` starts it if a variable is set, which the engine inherits; `vllm-rs serve` is an
     ancestor of the engine. The front end of an engine on another host cannot be detected.
     """
+    import psutil
     from vllm import envs
 
     if getattr(envs, "VLLM_USE_RUST_FRONTEND", False):
         return True
-    pid = str(os.getpid())
-    for _ in range(_ANCESTORS_MAX):
-        try:
-            with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-                name, _, fields = file.read().partition("(")[2].rpartition(")")
-        except OSError:  # outside this pid namespace
-            return False
-        if name == _RUST_FRONT_END:
-            return True
-        pid = fields.split()[1]
-    return False
+    try:
+        return "vllm-rs" in (process.name() for process in psutil.Process().parents())
+    except psutil.Error:  # an ancestor has exited, or is hidden
+        return False
 
 
 def refuse_different() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE
-from vllm_nvmeof_offload.manager.request_log import RequestLog, start_now
+from vllm_nvmeof_offload.manager.request_log import RequestLog, Start
 from vllm_nvmeof_offload.metrics import Counts
 
 from .bench import Bench, keys_of
@@ -18,7 +18,7 @@ from .test_waiting_requests import Lobby, T
 
 def record(**more: Any) -> Any:
     fields = {"tokens": 100, "gpu_tokens": 0, "found_tokens": 0, "loaded_tokens": 0}
-    return start_now(**{**fields, "chunk_tokens": 16, **more})
+    return Start(**{**fields, "chunk_tokens": 16, **more})
 
 
 def test_the_number_of_records_and_their_sizes_are_bounded() -> None:
