@@ -175,7 +175,8 @@ class WaitingRequests:
         if self._limited and found is not None and not elsewhere:
             beyond = self._beyond(request_id, found)
             counters["recomputed_tokens", "no_boundary"] += beyond
-        self._log(request_id, attempt, found or 0, loaded, beyond)
+        if found is not None:  # vLLM calls again when a load has ended, without a look-up
+            self._log(request_id, attempt, found, loaded, beyond)
         return attempt
 
     def _log(

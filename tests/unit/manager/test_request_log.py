@@ -116,6 +116,8 @@ def test_a_load_is_recorded_with_its_tiers_and_limits() -> None:
     assert start["load"]["seconds"] is None
     assert (start["loaded_tokens"], start["computed_tokens"]) == (2 * T, T + 1)
     assert start["limits"].startswith("max_load_tokens=20, it computes its whole prompt")
+    lobby.waiting.allocated("a", 0)
+    assert len(lobby.core.request_log.last()[0]["starts"]) == 1, "its load has ended"
 
 
 # -- what loads are worth -----------------------------------------------------------------
