@@ -35,7 +35,8 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
         print_json(records)
         return
     for record in records:
-        typer.echo(f"request {record['request']}")
+        # The client chose a part of the id, which could control the terminal.
+        typer.echo(f"request {''.join(filter(str.isprintable, record['request']))}")
         for number, start in enumerate(record["starts"]):
             for line in _lines(start, "again after a preemption, " if number else ""):
                 typer.echo("\n".join(textwrap.wrap(line, _COLUMNS, subsequent_indent=" " * 6)))

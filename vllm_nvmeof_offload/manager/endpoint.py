@@ -156,6 +156,21 @@ class _Handler(WSGIRequestHandler):
             super().handle()
 
 
+def start_exporter(
+    settings: ExporterSettings, snapshot: Snapshot, request_log: RequestLog
+) -> Exporter | None:
+    """Return an exporter, or None if it is off or the default address cannot be used."""
+    if not settings.is_on:
+        return None
+    try:
+        return Exporter(settings, snapshot, request_log)
+    except ConfigError as error:
+        if settings.listen != "auto":
+            raise
+        logger.warning("vLLM's front end drops this package's metrics, and %s", error)
+        return None
+
+
 def _listen(settings: ExporterSettings, app: Callable[..., Iterable[bytes]]) -> WSGIServer:
     """Return a server that listens at the configured address or, if there is none, at the first
     free port from the default one on."""

@@ -37,7 +37,7 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.groups import Group
 from vllm_nvmeof_offload.manager.boundary import tokens_by_source
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, ManagerCore, Source
-from vllm_nvmeof_offload.manager.endpoint import Exporter, ExporterSettings
+from vllm_nvmeof_offload.manager.endpoint import Exporter, ExporterSettings, start_exporter
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.look_up import Queue
@@ -448,8 +448,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.lookup = self.look_ups.lookup  # type: ignore[assignment,method-assign]
         self._labels |= config_labels(ordered, self.config)
         self._metrics = MetricsCollector(core, self.suspension, ordered, self._labels)
-        if export is not None and export.is_on:
-            self._exporter = Exporter(export, self._metrics.snapshot, core.request_log)
+        if export is not None:
+            self._exporter = start_exporter(export, self._metrics.snapshot, core.request_log)
         group, at = share.group if share else "", self._exporter and self._exporter.where
         exports = f"; metrics at {at}" if at else ""
         logger.info("%s%s", start_line(ordered, core, alone, group), exports)

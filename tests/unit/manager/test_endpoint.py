@@ -23,7 +23,8 @@ from tests.wait import wait_until
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.config import METRICS_ADDRESS, Replica
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, ConfigError
-from vllm_nvmeof_offload.manager.endpoint import Exporter, ExporterSettings
+from vllm_nvmeof_offload.manager import endpoint
+from vllm_nvmeof_offload.manager.endpoint import Exporter, ExporterSettings, start_exporter
 from vllm_nvmeof_offload.manager.request_log import Start
 from vllm_nvmeof_offload.metrics import METRICS, PREFIX, exported
 
@@ -133,6 +134,18 @@ def test_a_configured_port_that_is_taken_is_refused(rig: Rig) -> None:
             Exporter(replace(OFF, listen=address), rig.metrics.snapshot, rig.bench.core.request_log)
 
 
+def test_a_default_address_that_cannot_be_used_ends_nothing(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(endpoint, "METRICS_ADDRESS", "203.0.113.1:9808")  # of no machine
+    settings = replace(OFF, listen="auto", is_dropped=True)
+    arguments = rig.metrics.snapshot, rig.bench.core.request_log
+    assert start_exporter(settings, *arguments) is None
+    with pytest.raises(ConfigError):
+        start_exporter(replace(settings, listen="203.0.113.1:9808"), *arguments)
+    assert start_exporter(OFF, *arguments) is None
+
+
 def test_an_idle_client_does_not_keep_others_from_their_answers(rig: Rig) -> None:
     with rig.http() as http:
         address = ("127.0.0.1", int(http.base_url.port or 0))
@@ -237,6 +250,12 @@ def test_explain_prints_what_became_of_a_request_in_eighty_columns(rig: Rig) -> 
         code, text = explain(http, "unknown")
         assert (code, "no record of request unknown" in text) == (2, True)
         assert explain(http)[0] == explain(http, "one", "--last")[0] == 2
+
+
+def test_an_id_cannot_control_the_terminal(rig: Rig) -> None:
+    start(rig, "cmpl-\x1b[2Jx")
+    with rig.http() as http:
+        assert explain(http, "--last")[1].startswith("request cmpl-[2Jx\n")
 
 
 def test_explain_says_how_to_turn_the_endpoint_on() -> None:
