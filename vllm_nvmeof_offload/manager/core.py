@@ -160,7 +160,7 @@ class ManagerCore:
         self.levels: dict[int, LevelReport] = {}  # the last report of each rank
         #: What was found, loaded and computed for the last requests.
         self.request_log = RequestLog()
-        self._planned: LoadRecord | None = None
+        self.planned: LoadRecord | None = None  # the record of the load that was planned last
         #: Positions of groups whose bytes differ on ranks that should have equal bytes.
         self.unequal_groups: list[int] = []
         self._clock = clock
@@ -356,14 +356,9 @@ class ManagerCore:
             self._attach()
         self._holds.used(batch)
         self._count_loaded(op, batch, ends, borrows=borrows)
-        self._planned = op.record
+        self.planned = op.record
         self._tiers.drain()
         return LoadCommand(op.number, columns_of(batch), helpers)
-
-    def take_planned(self) -> LoadRecord | None:
-        """Return and forget the record of the load that was planned last."""
-        planned, self._planned = self._planned, None
-        return planned
 
     def _count_loaded(
         self, op: Op, batch: Batch, ends: npt.NDArray[np.int64], *, borrows: bool

@@ -108,15 +108,14 @@ class Exporter(Collector):
         self._thread.join(_CLIENT_S)
 
     def _write_files(self) -> None:
-        failed = False
+        failure = ""
         while not self._ended.is_set():
             try:
                 write_to_textfile(self.where, self._registry)
-                failed = False
             except OSError as error:
-                if not failed:
-                    logger.warning("cannot write metrics to %s: %s", self.where, error.strerror)
-                failed = True
+                if failure != str(error.strerror):
+                    failure = str(error.strerror)
+                    logger.warning("cannot write metrics to %s: %s", self.where, failure)
             self._ended.wait(_FILE_PERIOD_S)
         with suppress(OSError):
             os.unlink(self.where)
@@ -139,7 +138,7 @@ class Exporter(Collector):
             return "404 Not Found", {"error": "try /metrics, /requests/last or /requests/ID"}
         if not ipaddress.ip_address(environ["REMOTE_ADDR"]).is_loopback:
             return "403 Forbidden", {"error": "requests are shown only to clients on this host"}
-        found = self._request_log.last() if name == "last" else self._request_log.named(name)
+        found = self._request_log.find(None if name == "last" else name)
         if not found:
             return "404 Not Found", {"error": f"no record of request {name}"}
         return "200 OK", [{**self._labels, **one} for one in found]

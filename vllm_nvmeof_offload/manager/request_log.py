@@ -118,32 +118,24 @@ class RequestLog:
         request_id = request_id[:_ID_CHARS_MAX]
         start.limits = start.limits[:_LIMITS_CHARS_MAX]
         with self._lock:
-            starts = self._starts.pop(request_id, [])
-            del starts[1 : max(1, len(starts) - _STARTS_MAX + 2)]
-            self._starts[request_id] = [*starts, start]
+            first, *others = [*self._starts.pop(request_id, []), start]
+            self._starts[request_id] = [first, *others[1 - _STARTS_MAX :]]
             if len(self._starts) > self._records_max:
                 self._starts.popitem(last=False)
 
-    def last(self) -> list[dict[str, Any]]:
-        """Return the newest record, as a list of at most one."""
-        with self._lock:
-            found = list(self._starts.items())[-1:]
-        return [_described(*one) for one in found]
-
-    def named(self, request_id: str) -> list[dict[str, Any]]:
-        """Return the records of a request, oldest first.
+    def find(self, request_id: str | None) -> list[dict[str, Any]]:
+        """Return the records of a request, oldest first, or the newest record for None.
 
         vLLM appends a number and random digits to the id in its answer: these records match too.
         """
-        request_id = request_id[:_ID_CHARS_MAX]
         with self._lock:
-            found = [
-                (known, starts)
-                for known, starts in self._starts.items()
-                if known == request_id or known.startswith(f"{request_id}-")
-            ]
-        return [_described(*one) for one in found]
-
-
-def _described(request_id: str, starts: list[Start]) -> dict[str, Any]:
-    return {"request": request_id, "starts": [start.describe() for start in starts]}
+            records = list(self._starts.items())
+        if request_id is None:
+            records = records[-1:]
+        else:
+            name = request_id[:_ID_CHARS_MAX]
+            records = [one for one in records if one[0] == name or one[0].startswith(f"{name}-")]
+        return [
+            {"request": name, "starts": [start.describe() for start in starts]}
+            for name, starts in records
+        ]

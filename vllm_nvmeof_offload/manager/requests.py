@@ -196,7 +196,7 @@ class WaitingRequests:
             expected_compute_seconds=attempt.compute_s if attempt else 0.0,
             chunk_tokens=self.look_ups.tokens_per_chunk,
             limits=_limits_of(self._requests.get(request_id)),
-            load=self._core.take_planned() if loaded else None,
+            load=self._core.planned if loaded else None,
         )
         self._core.request_log.started(request_id, start)
 

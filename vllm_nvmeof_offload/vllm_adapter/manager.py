@@ -276,7 +276,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             if state.advice is not None:
                 self._follow(state.advice, req_context)
         if wants_record(req_context.kv_transfer_params):
-            for record in self.core.request_log.named(req_context.req_id):
+            for record in self.core.request_log.find(req_context.req_id):
                 logger.info("request %s", json.dumps(record))
 
     def advise(self, req_context: ReqContext, request: Any) -> Advice:

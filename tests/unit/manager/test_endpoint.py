@@ -229,7 +229,7 @@ def test_explain_prints_what_became_of_a_request_in_eighty_columns(rig: Rig) -> 
     core.admission.prefill_rate = 10.0
     bench.store(1, 2, 3)
     command = core.prepare_load(keys_of(1, 2, 3))
-    planned = core.take_planned()
+    planned = core.planned
     bench.now_s += 1.5
     bench.done(command.op, (2, CHECKSUM_MISMATCH))
     start(rig, "chatcmpl-7-ab12cd34", 48, load=planned)

@@ -26,10 +26,10 @@ def test_the_number_of_records_and_their_sizes_are_bounded() -> None:
     for number in range(100):
         for _ in range(20):
             log.started(f"{number}-" + "x" * 1000, record(limits="y" * 1000))
-    assert log.named("89") == []
-    assert len(log.named("90")) == 1
-    assert len(json.dumps(log.last())) < 10_000
-    (last,) = log.last()
+    assert log.find("89") == []
+    assert len(log.find("90")) == 1
+    assert len(json.dumps(log.find(None))) < 10_000
+    (last,) = log.find(None)
     assert len(last["starts"]) == 8
 
 
@@ -37,7 +37,7 @@ def test_the_first_start_and_the_last_ones_are_kept() -> None:
     log = RequestLog()
     for number in range(20):
         log.started("a", record(tokens=number))
-    (one,) = log.last()
+    (one,) = log.find(None)
     assert [start["tokens"] for start in one["starts"]] == [0, 13, 14, 15, 16, 17, 18, 19]
 
 
@@ -73,7 +73,7 @@ def test_a_whole_load_needs_no_reason() -> None:
 
 
 def the_start(lobby: Lobby, name: str = "a") -> dict[str, Any]:
-    (one,) = lobby.core.request_log.named(name)
+    (one,) = lobby.core.request_log.find(name)
     found: dict[str, Any] = one["starts"][-1]
     return found
 
@@ -81,7 +81,7 @@ def the_start(lobby: Lobby, name: str = "a") -> dict[str, Any]:
 def test_a_request_without_hits_is_recorded_once_vllm_has_blocks() -> None:
     lobby = Lobby()
     lobby.add("a", 1, 2)
-    assert lobby.core.request_log.last() == []
+    assert lobby.core.request_log.find(None) == []
     lobby.decide("a", 0, 0)
     lobby.allocated("a")
     start = the_start(lobby)
@@ -117,7 +117,7 @@ def test_a_load_is_recorded_with_its_tiers_and_limits() -> None:
     assert (start["loaded_tokens"], start["computed_tokens"]) == (2 * T, T + 1)
     assert start["limits"].startswith("max_load_tokens=20, it computes its whole prompt")
     lobby.waiting.allocated("a", 0)
-    assert len(lobby.core.request_log.last()[0]["starts"]) == 1, "its load has ended"
+    assert len(lobby.core.request_log.find(None)[0]["starts"]) == 1, "its load has ended"
 
 
 # -- what loads are worth -----------------------------------------------------------------
@@ -137,7 +137,7 @@ class Worth:
             self.bench.write_all()
             self.bench.store(*range(10, 18))
         self.op = self.core.prepare_load(keys_of(1, 2), 10.0 if in_pool else None).op
-        self.load = self.core.take_planned()
+        self.load = self.core.planned
 
     def counted(self, name: str) -> dict[tuple[str, ...], float]:
         counters = self.core.counters
