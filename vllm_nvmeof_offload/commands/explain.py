@@ -67,15 +67,15 @@ def _lines(start: dict[str, Any], again: str) -> Iterator[str]:
     yield f"  started {again}{when}: {start['tokens']:,} tokens"
     yield _row("in GPU memory", start["gpu_tokens"])
     yield _row("found in the tiers", start["found_tokens"])
-    yield f"{_row('loaded', start['loaded_tokens'])} {tiers}".rstrip()
+    yield _row("loaded", start["loaded_tokens"]) + (f": {tiers}" if tiers else "")
     yield _row("computed", start["computed_tokens"])
     if load and load["seconds"] is None:
         yield "    the load has not ended yet"
     elif load:
         line, saved_s = f"    waited {load['seconds']:.3f} s for the load", load["saved_seconds"]
         if saved_s is not None:
-            line += f"; computing would have taken about {load['seconds'] + saved_s:.3f} s"
-            line += f": {'saved' if saved_s >= 0 else 'lost'} {abs(saved_s):.3f} s"
+            line += f"; computing: about {load['seconds'] + saved_s:.3f} s, so "
+            line += f"{abs(saved_s):.3f} s {'saved' if saved_s >= 0 else 'lost'}"
         yield line
     yield from (f"    why: {reason}" for reason in start["why"])
 

@@ -83,7 +83,7 @@ class Start:
             yield "no tier has the first chunk that GPU memory lacks"
         if self.declined_tokens:
             yield (
-                f"{self.declined_tokens} tokens were found but computed: loading was expected to "
+                f"{self.declined_tokens:,} tokens were found but computed: loading was expected to "
                 f"take {self.expected_load_seconds:.3f} s, computing "
                 f"{self.expected_compute_seconds:.3f} s"
             )
@@ -91,7 +91,7 @@ class Start:
             yield "vLLM took the found tokens from elsewhere, such as another connector"
         if self.no_boundary_tokens:
             yield (
-                f"{self.no_boundary_tokens} more tokens were found without the windows or states "
+                f"{self.no_boundary_tokens:,} more tokens were found without the windows or states "
                 "to resume from"
             )
         if load is None:
@@ -100,7 +100,7 @@ class Start:
             yield "the load was cut off, because computing would have been faster by then"
         if load.failed_tokens:
             chunks = ", ".join(f"{count} {kind}" for kind, count in load.failed_chunks.items())
-            yield f"{load.failed_tokens} tokens did not arrive and were computed (chunks: {chunks})"
+            yield f"{load.failed_tokens:,} tokens did not arrive and were computed (chunks: {chunks})"
         if load.saved_seconds is not None and load.saved_seconds < 0:
             yield f"computing would have been faster by {-load.saved_seconds:.3f} s"
 
