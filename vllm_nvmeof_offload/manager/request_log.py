@@ -100,7 +100,8 @@ class Start:
             yield "the load was cut off, because computing would have been faster by then"
         if load.failed_tokens:
             chunks = ", ".join(f"{count} {kind}" for kind, count in load.failed_chunks.items())
-            yield f"{load.failed_tokens:,} tokens did not arrive and were computed (chunks: {chunks})"
+            lost = f"{load.failed_tokens:,} tokens did not arrive and were computed"
+            yield f"{lost} (chunks: {chunks})"
         if load.saved_seconds is not None and load.saved_seconds < 0:
             yield f"computing would have been faster by {-load.saved_seconds:.3f} s"
 
