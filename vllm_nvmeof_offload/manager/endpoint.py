@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
-from prometheus_client import CollectorRegistry, make_wsgi_app, write_to_textfile
+from prometheus_client import CollectorRegistry, generate_latest, write_to_textfile
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -69,7 +69,6 @@ class Exporter(Collector):
         self._labels = settings.labels
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-        self._metrics = make_wsgi_app(self._registry)
         self._ended = threading.Event()
         self._server: WSGIServer | None = None
         if is_text_file(settings.listen):
@@ -123,8 +122,13 @@ class Exporter(Collector):
     def answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
         """Answer an HTTP request, as a WSGI application."""
         path = environ["PATH_INFO"].encode("latin-1").decode(errors="replace")
+        if environ["REQUEST_METHOD"] != "GET":
+            start_response("405 Method Not Allowed", [("Allow", "GET")])
+            return []
         if path == "/metrics":
-            return self._metrics(environ, start_response)
+            # Not OpenMetrics, in which prometheus_client may replace the colon in the names.
+            start_response("200 OK", [("Content-Type", "text/plain; version=0.0.4; charset=utf-8")])
+            return [generate_latest(self._registry)]
         status, body = self._records(path, environ)
         start_response(status, [("Content-Type", "application/json")])  # wsgiref changes the list
         return [json.dumps(body).encode()]
@@ -132,8 +136,6 @@ class Exporter(Collector):
     def _records(self, path: str, environ: Mapping[str, Any]) -> tuple[str, object]:
         """Return the status and the answer to a request for anything but the metrics."""
         name = path.removeprefix("/requests/")
-        if environ["REQUEST_METHOD"] != "GET":
-            return "405 Method Not Allowed", {"error": "only GET"}
         if name == path:
             return "404 Not Found", {"error": "try /metrics, /requests/last or /requests/ID"}
         if not ipaddress.ip_address(environ["REMOTE_ADDR"]).is_loopback:

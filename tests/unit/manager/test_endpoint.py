@@ -97,6 +97,14 @@ def test_every_series_is_served_with_vllms_names_labels_and_the_same_values(rig:
         assert samples(http.get("/metrics").text)[key] == 2, "counts, not increases"
 
 
+def test_names_are_the_same_whatever_format_prometheus_prefers(rig: Rig) -> None:
+    accepted = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    with rig.http() as http:
+        plain, preferred = http.get("/metrics"), http.get("/metrics", headers={"accept": accepted})
+    assert preferred.text == plain.text
+    assert preferred.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
 def test_it_listens_on_the_loopback_address_and_nowhere_else(rig: Rig) -> None:
     before = listening()
     with rig.http() as http:
@@ -199,6 +207,7 @@ def test_records_are_served_by_id_and_the_last_one_by_name(rig: Rig) -> None:
         assert http.get("/requests/unknown").status_code == 404
         assert http.get("/").status_code == 404
         assert http.post("/requests/last").status_code == 405
+        assert http.post("/metrics").status_code == 405
 
 
 def test_records_are_shown_only_to_clients_on_this_host(rig: Rig) -> None:
