@@ -14,10 +14,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from tests.e2e import faults_rig as rig
 from tests.e2e.prometheus_rig import Exporter, Prometheus, RigUnavailableError, tool
-from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, PREFIX
+from vllm_nvmeof_offload.config import Replica
+from vllm_nvmeof_offload.manager import endpoint
+from vllm_nvmeof_offload.manager.request_log import RequestLog
+from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, METRICS, PREFIX, Series
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "monitoring"
 RULES = EXAMPLES / "rules.yml"
@@ -57,6 +62,44 @@ def prometheus(texts: list[str], tmp_path_factory: pytest.TempPathFactory) -> It
         yield server
 
 
+@pytest.fixture(scope="module")
+def own_prometheus(
+    texts: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Prometheus]:
+    """A Prometheus that scrapes an engine's own endpoint, with the values of the last text."""
+    try:
+        tool("prometheus")
+    except RigUnavailableError as error:
+        pytest.skip(str(error))
+    gauges: dict[Series, float] = {}
+    counts: dict[Series, float] = {}
+    for family in text_string_to_metric_families(texts[-1]):
+        for sample in family.samples:
+            name = sample.name.removeprefix(PREFIX).removesuffix("_total")
+            if sample.name.startswith(PREFIX) and name in METRICS:
+                values = [sample.labels[label.name] for label in METRICS[name].labels]
+                (counts if name in COUNTERS else gauges)[(name, *values)] = sample.value
+    labels = {"model_name": "demo", "engine": "0"}
+    with ReservedPort() as port:
+        address = f"127.0.0.1:{port.number}"
+        settings = endpoint.ExporterSettings(address, Replica(), labels, is_dropped=True)
+        exporter = endpoint.Exporter(settings, lambda: (counts, gauges), RequestLog())
+        try:
+            with Prometheus(tmp_path_factory.mktemp("own"), address, RULES) as server:
+                server.wait_for("count_over_time(up[1m]) >= 3")
+                yield server
+        finally:
+            exporter.stop()
+
+
+def filled(query: str) -> str:
+    """The query with values in place of Grafana's variables."""
+    for name, value in VARIABLES.items():
+        query = query.replace(name, value)
+    assert "$" not in query
+    return query
+
+
 def exported(text: str) -> set[str]:
     """The names of this package's metrics in the text's TYPE lines."""
     return set(re.findall(rf"^# TYPE ({PREFIX}\w+) (?:counter|gauge)$", text, re.MULTILINE))
@@ -93,10 +136,7 @@ def test_promtool_finds_only_the_colon_in_vllms_names(texts: list[str]) -> None:
 def test_each_query_of_the_dashboard_returns_series(
     prometheus: Prometheus, title: str, query: str
 ) -> None:
-    for name, value in VARIABLES.items():
-        query = query.replace(name, value)
-    assert "$" not in query
-    assert prometheus.query(query), f"{title}: nothing"
+    assert prometheus.query(filled(query)), f"{title}: nothing"
 
 
 def test_each_alert_runs_on_what_a_server_exports(prometheus: Prometheus) -> None:
@@ -106,6 +146,18 @@ def test_each_alert_runs_on_what_a_server_exports(prometheus: Prometheus) -> Non
         assert rule["health"] == "ok", rule
         for name in re.findall(rf"{PREFIX}\w+", rule["query"]):
             assert prometheus.query(name), f"{rule['name']}: the server exports no {name}"
+
+
+def test_dashboard_and_alerts_find_their_series_at_an_engines_own_endpoint(
+    own_prometheus: Prometheus,
+) -> None:
+    queries = [query for _, query in QUERIES if PREFIX in query]
+    assert len(queries) > len(QUERIES) - 5
+    for query in map(filled, queries):
+        assert own_prometheus.query(query), query
+    for rule in own_prometheus.rules():
+        for name in re.findall(rf"{PREFIX}\w+", rule["query"]):
+            assert own_prometheus.query(name), name
 
 
 def test_alerts_fire_on_a_fault_and_not_on_a_healthy_server() -> None:
