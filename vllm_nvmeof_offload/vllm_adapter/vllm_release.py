@@ -267,7 +267,7 @@ REQUIRED = (
         "transfer_jobs update_offload_keys num_locally_computed_tokens",
         f"{_OFFLOADING}.scheduler:RequestGroupState has offload_keys block_ids "
         "next_stored_chunk_idx",
-        f"{_BASE}:ReqContext has req_id load_tier_filter get_state set_state "
+        f"{_BASE}:ReqContext has req_id kv_transfer_params load_tier_filter get_state set_state "
         "get_offload_key_position",
         f"{_BASE}:make_offload_key(block_hash, group_idx)",
     ),
