@@ -35,8 +35,8 @@ from vllm.platforms import current_platform
 from vllm.v1.engine.core import EngineCore
 
 from vllm_nvmeof_offload.config import WEIGHTS_SEEN, parse_config
+from vllm_nvmeof_offload.exporter import ExporterSettings
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL
-from vllm_nvmeof_offload.manager.endpoint import ExporterSettings
 from vllm_nvmeof_offload.metrics import COUNTERS, PREFIX, Counts
 from vllm_nvmeof_offload.protocol import Command, RankHello, Report
 from vllm_nvmeof_offload.spec import NVMeoFOffloadingSpec

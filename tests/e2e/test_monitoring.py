@@ -19,8 +19,8 @@ from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from tests.e2e import faults_rig as rig
 from tests.e2e.prometheus_rig import Exporter, Prometheus, RigUnavailableError, tool
+from vllm_nvmeof_offload import exporter
 from vllm_nvmeof_offload.config import Replica
-from vllm_nvmeof_offload.manager import endpoint
 from vllm_nvmeof_offload.manager.request_log import RequestLog
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, METRICS, PREFIX, Series
 
@@ -82,14 +82,14 @@ def own_prometheus(
     labels = {"model_name": "demo", "engine": "0"}
     with ReservedPort() as port:
         address = f"127.0.0.1:{port.number}"
-        settings = endpoint.ExporterSettings(address, Replica(), labels, is_dropped=True)
-        exporter = endpoint.Exporter(settings, lambda: (counts, gauges), RequestLog())
+        settings = exporter.ExporterSettings(address, Replica(), labels, is_dropped=True)
+        own = exporter.Exporter(settings, lambda: (counts, gauges), RequestLog())
         try:
             with Prometheus(tmp_path_factory.mktemp("own"), address, RULES) as server:
                 server.wait_for("count_over_time(up[1m]) >= 3")
                 yield server
         finally:
-            exporter.stop()
+            own.stop()
 
 
 def filled(query: str) -> str:

@@ -25,8 +25,8 @@ from vllm_nvmeof_offload.config import (
 )
 from vllm_nvmeof_offload.copy import driver
 from vllm_nvmeof_offload.errors import ConfigError, PoolError
+from vllm_nvmeof_offload.exporter import ExporterSettings
 from vllm_nvmeof_offload.fabric.findings import Severity
-from vllm_nvmeof_offload.manager.endpoint import ExporterSettings
 from vllm_nvmeof_offload.pool.pool import Pool
 
 ROOT = Path(__file__).parents[2]
@@ -222,7 +222,7 @@ def test_a_start_warns_once_about_each_exposed_target_and_about_faults(
 
 #: The modules that listen, each with the key that opens its port.
 LISTEN = {
-    "vllm_nvmeof_offload/manager/endpoint.py": "metrics_listen",
+    "vllm_nvmeof_offload/exporter.py": "metrics_listen",
     "vllm_nvmeof_offload/peers/server.py": "peer_listen",
 }
 #: The module that listens at a Unix socket, for the other ranks.

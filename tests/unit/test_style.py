@@ -76,6 +76,7 @@ LAYERS: list[set[str]] = [
     {"copy", "io", "pool", "fabric", "native"},
     {"targets", "follow", "peers"},
     {"manager", "worker"},
+    {"exporter"},
     {"vllm_adapter", "spec", "connector", "multi_connector", "plugin"},
     {"commands"},
     {"cli"},

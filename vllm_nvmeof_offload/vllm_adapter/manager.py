@@ -34,10 +34,10 @@ from vllm.v1.kv_offload.base import (
 )
 
 from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.exporter import Exporter, ExporterSettings, start_exporter
 from vllm_nvmeof_offload.groups import Group
 from vllm_nvmeof_offload.manager.boundary import tokens_by_source
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, ManagerCore, Source
-from vllm_nvmeof_offload.manager.endpoint import Exporter, ExporterSettings, start_exporter
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.look_up import Queue

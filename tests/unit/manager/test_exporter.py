@@ -20,11 +20,11 @@ from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from tests.listening import listening
 from tests.wait import wait_until
+from vllm_nvmeof_offload import exporter
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.config import METRICS_ADDRESS, Replica
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, ConfigError
-from vllm_nvmeof_offload.manager import endpoint
-from vllm_nvmeof_offload.manager.endpoint import Exporter, ExporterSettings, start_exporter
+from vllm_nvmeof_offload.exporter import Exporter, ExporterSettings, start_exporter
 from vllm_nvmeof_offload.manager.request_log import Start
 from vllm_nvmeof_offload.metrics import METRICS, PREFIX, exported
 
@@ -145,7 +145,7 @@ def test_a_configured_port_that_is_taken_is_refused(rig: Rig) -> None:
 def test_a_default_address_that_cannot_be_used_ends_nothing(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(endpoint, "METRICS_ADDRESS", "203.0.113.1:9808")  # of no machine
+    monkeypatch.setattr(exporter, "METRICS_ADDRESS", "203.0.113.1:9808")  # of no machine
     settings = replace(OFF, listen="auto", is_dropped=True)
     arguments = rig.metrics.snapshot, rig.bench.core.request_log
     assert start_exporter(settings, *arguments) is None
