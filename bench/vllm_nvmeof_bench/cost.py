@@ -47,7 +47,7 @@ from vllm_nvmeof_bench.progress import OnProgress, progress
 from vllm_nvmeof_bench.reports.cost import ARMS, BASE, CASES, CPU_ONLY, OURS, PROMPT_ONLY, Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.serve.fleet import Fleet, serving
-from vllm_nvmeof_bench.servers.client import Client, Metrics
+from vllm_nvmeof_bench.servers.client import Client
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import (
     BLOCK_TOKENS,
@@ -57,6 +57,7 @@ from vllm_nvmeof_bench.servers.server import (
     process_stats,
 )
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
+from vllm_nvmeof_offload.commands.scrape import Metrics
 from vllm_nvmeof_offload.units import GIB
 
 #: The GPU cache holds this many times the tokens of concurrent requests.

@@ -34,10 +34,11 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
+from vllm_nvmeof_bench.servers.client import Answer, Client
 from vllm_nvmeof_bench.servers.forked import start
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import OffloadSpec, ReservedPort, Server, ServerSpec
+from vllm_nvmeof_offload.commands.scrape import Metrics
 from vllm_nvmeof_offload.config import ALLOW_FAULTS
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import GIB, slot_stride_bytes

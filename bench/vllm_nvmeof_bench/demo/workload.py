@@ -31,7 +31,7 @@ from rich.markup import escape
 
 from vllm_nvmeof_bench.demo import chat
 from vllm_nvmeof_bench.servers import smollm2
-from vllm_nvmeof_bench.servers.client import Answer, Client, Message, Metrics
+from vllm_nvmeof_bench.servers.client import Answer, Client, Message
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import ModelShape, random_tokens
 from vllm_nvmeof_bench.servers.server import (
@@ -41,6 +41,7 @@ from vllm_nvmeof_bench.servers.server import (
     ServerSpec,
     on_blocks,
 )
+from vllm_nvmeof_offload.commands.scrape import Metrics
 from vllm_nvmeof_offload.units import KIB, MIB
 
 _PREEMPTIONS = "vllm:num_preemptions_total"

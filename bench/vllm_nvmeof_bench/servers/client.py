@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -20,6 +19,7 @@ import numpy as np
 
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.server import MODEL_NAME
+from vllm_nvmeof_offload.commands.scrape import Metrics
 from vllm_nvmeof_offload.errors import OffloadError
 
 #: A chat message: role and content.
@@ -85,28 +85,6 @@ class Answer:
     def same(self, other: Answer) -> bool:
         """Return whether both answers have the same tokens and the same text."""
         return (self.tokens, self.text) == (other.tokens, other.text)
-
-
-class Metrics:
-    """One reading of the server's counters and gauges."""
-
-    _LINE = re.compile(r"^([a-zA-Z_:][\w:]*)(?:\{(.*)\})?[ \t]+(\S+)$", re.MULTILINE)
-    _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
-
-    def __init__(self, text: str) -> None:
-        self._samples: dict[str, list[tuple[dict[str, str], float]]] = {}
-        for name, labels, value in self._LINE.findall(text):
-            sample = (dict(self._LABEL.findall(labels)), float(value))
-            self._samples.setdefault(name, []).append(sample)
-
-    def has(self, name: str) -> bool:
-        """Return whether the server exports `name`."""
-        return name in self._samples
-
-    def value(self, name: str, **labels: str) -> float:
-        """Return the sum of `name` over all samples with `labels`; 0 if there are none."""
-        samples = self._samples.get(name, ())
-        return sum(value for have, value in samples if labels.items() <= have.items())
 
 
 @dataclass(frozen=True)

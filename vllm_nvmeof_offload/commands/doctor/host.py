@@ -16,7 +16,6 @@ import resource
 import shlex
 import sys
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
+from vllm_nvmeof_offload.commands.scrape import ScrapeError, scrape
 from vllm_nvmeof_offload.config import (
     ENV_PREFIX,
     check_space,
@@ -203,12 +203,10 @@ def check_holes(url: str) -> Finding:
     """Check a running server's metrics for holes: chunks evicted before they were written."""
     name = f"{PREFIX}unwritten_chunks_total"
     try:
-        with urllib.request.urlopen(f"{url.rstrip('/')}/metrics", timeout=5) as answer:
-            lines = answer.read().decode().splitlines()
-    except (OSError, ValueError) as why:
-        return error("holes", f"no metrics from {url}: {why}", "give the server's address")
-    lines = [line for line in lines if line.startswith(name) and 'reason="evicted"' in line]
-    found = [float(line.rpartition(" ")[2]) for line in lines]
+        samples = scrape(url).samples(name)
+    except ScrapeError as why:
+        return error("holes", str(why), "give the server's address")
+    found = [value for labels, value in samples if labels.get("reason") == "evicted"]
     if not found:
         return warning("holes", f"{url} exports no {name}", "docs/operations.md: Rust front end")
     if lost := int(sum(found)):
