@@ -30,6 +30,8 @@ pool_app = typer.Typer(
     no_args_is_help=True,
 )
 app.add_typer(pool_app, name="pool")
+_INSTALL = "install this package's wheel, or set PYTHONPATH=bench in a checkout"
+_SERVER = "http://127.0.0.1:8000"
 try:
     from vllm_nvmeof_bench.cli import bench_app, demo
 except ModuleNotFoundError:
@@ -40,8 +42,7 @@ except ModuleNotFoundError:
     def bench() -> None:
         """Run benchmarks, which are not installed here."""
         typer.echo(
-            "vllm-nvmeof: the benchmarks (vllm_nvmeof_bench) are not installed: install this "
-            "package's wheel, or set PYTHONPATH=bench in a checkout",
+            f"vllm-nvmeof: the benchmarks (vllm_nvmeof_bench) are not installed: {_INSTALL}",
             err=True,
         )
         raise typer.Exit(FAILED)
@@ -237,6 +238,69 @@ def explain(
     if (request_id is None) != last:
         raise typer.BadParameter("give either the id of a request or --last")
     print_records(request_id, url, as_json)
+
+
+@app.command()
+def top(
+    url: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="URL",
+            help="Addresses of servers with /metrics. Default: http://127.0.0.1:8000.",
+        ),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(min=0.1, help="Seconds between two readings of a server.")
+    ] = 2.0,
+    once: Annotated[
+        bool,
+        typer.Option(
+            "--once",
+            help="Read twice, one interval apart, print all views and exit. A pipe does so.",
+        ),
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, with every metric; implies --once.")
+    ] = False,
+) -> None:
+    """Watch servers: tiers, sources of tokens, rates, queues, decisions, verdicts, holes.
+
+    Rates are those between two readings of /metrics; an idle server keeps its last values. Digits
+    switch the view, n the server, q quits.
+    """
+    from vllm_nvmeof_offload.commands.top.watch import run
+
+    raise typer.Exit(run(url or [_SERVER], interval, once, as_json))
+
+
+@app.command("try", epilog=EPILOG)
+def try_server(
+    url: Annotated[str, typer.Option(help="Address of the server.")] = _SERVER,
+    model: Annotated[
+        str | None, typer.Option(help="Model to ask. Default: the first one that is listed.")
+    ] = None,
+    tokens: Annotated[
+        int,
+        typer.Option(min=1, help="Tokens of the prompt: several chunks, within the model's limit."),
+    ] = 2000,
+    api_key: Annotated[
+        str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's API key.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Prove on a running server that a prompt is loaded from a tier when it returns.
+
+    Sends random words, empties the GPU's prefix cache, and sends the words again. Prints the time
+    to the first token, the sources of the tokens, and whether the answers agree. Without
+    VLLM_SERVER_DEV_MODE=1, other prompts replace the content of the GPU's cache.
+    """
+    from vllm_nvmeof_offload.errors import OffloadError
+
+    try:
+        from vllm_nvmeof_offload.commands.try_server import run
+    except ModuleNotFoundError as error:
+        raise OffloadError(f"{error}; {_INSTALL}") from None
+    raise typer.Exit(run(url, model, tokens, api_key, as_json))
 
 
 @app.command()

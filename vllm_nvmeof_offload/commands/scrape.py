@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server's `/metrics`: one reading, and amounts by our metrics' names and label values."""
+"""One reading of a server's `/metrics`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_nvmeof_offload.errors import OffloadError
-from vllm_nvmeof_offload.metrics import PREFIX, Metric
+from vllm_nvmeof_offload.metrics import PREFIX
 
-#: Gauges in these units are added over a server's engines; of all others the largest is shown.
-_ADDED_UNITS = ("chunks", "slots", "tokens", "operations", "requests", "parts")
 _NAME = re.compile(r"[^{\s#]+")
 
 
@@ -22,12 +20,9 @@ class ScrapeError(OffloadError):
 
 
 class Metrics:
-    """One reading of a server's counters and gauges.
+    """One reading of a server's counters and gauges, in Prometheus' text format.
 
     A sample is parsed when its name is first asked for, because a caller that polls needs few.
-
-    Args:
-        text: the answer of `/metrics` in Prometheus' text format.
     """
 
     def __init__(self, text: str) -> None:
@@ -43,17 +38,16 @@ class Metrics:
 
     @property
     def ours(self) -> bool:
-        """Return whether the server exports any metric of this package."""
+        """Whether the server exports any metric of this package."""
         return any(name.startswith(PREFIX) for name in self._lines)
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         """Return labels and value of each sample of `name`.
 
-        Several API servers of one vLLM export each gauge once per process (`pid`); their largest
-        value is returned.
+        Several API servers of one vLLM export a gauge once per process (`pid`): the largest counts.
 
         Raises:
-            ScrapeError: a line is not in Prometheus' text format.
+            ScrapeError: a line is not in Prometheus' format.
         """
         if name not in self._parsed:
             largest: dict[tuple[tuple[str, str], ...], float] = {}
@@ -62,28 +56,15 @@ class Metrics:
                 found = [one for f in text_string_to_metric_families(text) for one in f.samples]
             except ValueError as error:
                 raise ScrapeError(f"metric {name}: not in Prometheus' format: {error}") from None
-            for sample in found:
-                labels = tuple((key, text) for key, text in sample.labels.items() if key != "pid")
-                largest[labels] = max(sample.value, largest.get(labels, sample.value))
+            for one in found:
+                labels = tuple(pair for pair in one.labels.items() if pair[0] != "pid")
+                largest[labels] = max(one.value, largest.get(labels, one.value))
             self._parsed[name] = [(dict(labels), value) for labels, value in largest.items()]
         return self._parsed[name]
 
     def value(self, name: str, **labels: str) -> float:
         """Return the sum of `name` over all samples with `labels`; 0 if there are none."""
         return sum(value for have, value in self.samples(name) if labels.items() <= have.items())
-
-    def amounts(self, metric: Metric) -> dict[str, float]:
-        """Return the amounts of a metric of ours, over all engines, by its labels' values.
-
-        A key holds the values, separated by spaces; it is "" without labels.
-        """
-        counted = metric.kind == "counter"
-        by_key: dict[str, list[float]] = defaultdict(list)
-        for labels, value in self.samples(metric.name + "_total" * counted):
-            key = " ".join(labels.get(label.name, "") for label in metric.labels)
-            by_key[key].append(value)
-        added = counted or metric.unit in _ADDED_UNITS
-        return {key: sum(values) if added else max(values) for key, values in by_key.items()}
 
 
 def scrape(url: str, timeout_s: float = 5.0) -> Metrics:
@@ -103,16 +84,14 @@ def scrape(url: str, timeout_s: float = 5.0) -> Metrics:
     return Metrics(answer.text)
 
 
-def scrape_ours(url: str, timeout_s: float = 5.0) -> Metrics:
+def scrape_ours(url: str) -> Metrics:
     """Read the metrics of a server that uses this backend.
 
     Raises:
         ScrapeError: as `scrape`, or the server exports no metric of this package.
     """
-    found = scrape(url, timeout_s)
+    found = scrape(url)
     if not found.ours:
-        raise ScrapeError(
-            f"{url} exports no {PREFIX}… metrics: start the server with --kv-offloading-backend "
-            "nvmeof and without VLLM_USE_RUST_FRONTEND (docs/operations.md)"
-        )
+        remedy = "--kv-offloading-backend nvmeof and without VLLM_USE_RUST_FRONTEND"
+        raise ScrapeError(f"{url} exports no {PREFIX}… metrics: start the server with {remedy}")
     return found

@@ -255,20 +255,24 @@ class Client:
 
     async def attempt(
         self,
-        prompt: Sequence[int],
+        prompt: Sequence[int] | str,
         max_tokens: int,
         into: Answer | None = None,
         *,
         cache_salt: str | None = None,
+        prompt_tokens_max: int | None = None,
     ) -> Answer:
         """Stream as `complete` does, without log-probabilities; record failures in the answer.
 
+        prompt: token IDs, or text of which the server uses the last `prompt_tokens_max` tokens.
         into: the answer to fill, for a caller that watches it grow or may cancel the request.
         """
         answer = Answer(sent=time.perf_counter()) if into is None else into
+        asked = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
+        more = {"cache_salt": cache_salt, "truncate_prompt_tokens": prompt_tokens_max}
         try:
-            more = {} if cache_salt is None else {"cache_salt": cache_salt}
-            await self._stream(answer, {"prompt": list(prompt)}, max_tokens, more, {})
+            given = {name: value for name, value in more.items() if value is not None}
+            await self._stream(answer, asked, max_tokens, given, {})
             if answer.tokens_out < max_tokens or not answer.times:
                 answer.failure = f"{answer.tokens_out} of {max_tokens} tokens came"
         except ClientError as error:

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command `vllm-nvmeof try`: send a prompt, empty the GPU's cache, send the prompt again.
+
+It needs vllm_nvmeof_bench, whose client of servers it uses.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import asdict, dataclass, field
+from itertools import product
+from typing import Any
+
+import typer
+from vllm_nvmeof_bench.progress import OnProgress, progress
+from vllm_nvmeof_bench.servers.client import NUDGE, Answer, Client, Hits
+
+from vllm_nvmeof_offload.commands import print_json
+from vllm_nvmeof_offload.commands.scrape import Metrics, scrape_ours
+from vllm_nvmeof_offload.commands.top.reading import growth
+from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.metrics import PREFIX
+from vllm_nvmeof_offload.units import human_seconds
+
+_SYLLABLES = list(map("".join, product("bdfgklmnprstvz", "aeiou")))
+_ANSWER_TOKENS = 16
+#: Flooding requests at once: enough to fill a step, few enough to leave room for others.
+_FLOODING = 4
+
+
+class TryError(OffloadError):
+    """An error if a server cannot be tried; the message contains the reason."""
+
+
+@dataclass
+class Tried:
+    """The result. Times are in seconds; `tokens` are the second prompt's, by source."""
+
+    url: str
+    model: str
+    prompt_tokens: int
+    first_ttft_s: float
+    emptied: str = ""
+    second_ttft_s: float | None = None
+    tokens: dict[str, int] = field(default_factory=dict)
+    same_answer: bool | None = None
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def proved(self) -> bool:
+        """Whether tokens were loaded from a tier and led to the same answer."""
+        loaded = sum(
+            count for name, count in self.tokens.items() if name not in ("gpu", "computed")
+        )
+        return bool(self.same_answer) and loaded > 0
+
+
+def run(url: str, model: str | None, tokens: int, api_key: str | None, as_json: bool) -> int:
+    """Try the server at `url`, print the result and return the exit code.
+
+    Raises:
+        OffloadError: the server does not answer, refuses a request, or cannot be tried.
+    """
+
+    async def work() -> Tried:
+        async with Client(url, model=model or "", api_key=api_key) as client:
+            with progress() as on_progress:
+                return await _try(client, url, tokens, on_progress)
+
+    url = url.rstrip("/").removesuffix("/v1")
+    tried = asyncio.run(work())
+    if as_json:
+        print_json({**asdict(tried), "proved": tried.proved})
+    else:
+        _print(tried)
+    return 0 if tried.proved else 1
+
+
+async def _try(client: Client, url: str, tokens: int, on_progress: OnProgress) -> Tried:
+    start = scrape_ours(url)
+    prompt = _words(tokens)
+    on_progress(0, 0, "first time")
+    first = await _ask(client, prompt, tokens)
+    tried = Tried(url, await client.model(), first.tokens_in, first.ttft_s)
+    if running := start.value("vllm:num_requests_running"):
+        tried.warnings.append(f"{running:.0f} other requests were running: times include theirs")
+    on_progress(0, 0, "writing")
+    await client.settle()
+    now = scrape_ours(url)
+    if not _grown(start, now, "stored_chunks"):
+        reasons = ", ".join(_grown(start, now, "unstored_chunks")) or "is it shorter than a chunk?"
+        tried.warnings.append(f"the prompt was not stored: {reasons}")
+        return tried
+    tried.emptied = "emptied by /reset_prefix_cache"
+    if not await client.forget_gpu():
+        tried.emptied = await _flood(client, tokens, now, on_progress)
+    before = await client.counted()
+    on_progress(0, 0, "second time")
+    second = await _ask(client, prompt, tokens)
+    after = await client.counted()
+    hits = Hits.of(after) - Hits.of(before)
+    found = {"gpu": hits.gpu, "cpu": hits.cpu, "pool": hits.pool, "shared": hits.shared}
+    tried.tokens = {**found, "computed": max(0, second.tokens_in - sum(found.values()))}
+    tried.second_ttft_s, tried.same_answer = second.ttft_s, second.same(first)
+    if (others := hits.prompt - second.tokens_in - len(NUDGE)) > 0:
+        tried.warnings.append(f"{others:,} prompt tokens of other requests may be counted too")
+    for reason, count in _grown(before, after, "recomputed_tokens").items():
+        tried.warnings.append(f"{count:,.0f} tokens were found but recomputed: {reason}")
+    return tried
+
+
+async def _ask(
+    client: Client, prompt: str, tokens: int, answer_tokens: int = _ANSWER_TOKENS
+) -> Answer:
+    answer = await client.attempt(prompt, answer_tokens, prompt_tokens_max=tokens)
+    if answer.failure:
+        raise TryError(f"the server did not answer a prompt of {tokens} tokens: {answer.failure}")
+    return answer
+
+
+async def _flood(client: Client, tokens: int, now: Metrics, on_progress: OnProgress) -> str:
+    """Send other prompts until the GPU's cache must have lost ours.
+
+    Raises:
+        TryError: the size of the cache is unknown, or the tiers would lose the prompt as well.
+    """
+    gpu = 0
+    for labels, _ in now.samples("vllm:cache_config_info"):
+        blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
+        gpu += int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
+    room = max((value for _, value in now.samples(f"{PREFIX}capacity_tokens")), default=0)
+    sent, needed = 0, gpu + tokens
+    if not gpu or room < needed + tokens:
+        known = f"it holds {gpu:,} tokens, and the larger tier {room:,.0f}"
+        raise TryError(
+            "the GPU's cache cannot be emptied: there is no /reset_prefix_cache (start the server "
+            "with VLLM_SERVER_DEV_MODE=1), and other prompts cannot replace its content: "
+            f"{known if gpu else 'vllm:cache_config_info has no num_gpu_blocks'}"
+        )
+    while sent < needed:
+        on_progress(sent, needed, "flooding the GPU's cache (tokens)")
+        asked = (_ask(client, _words(tokens), tokens, 1) for _ in range(_FLOODING))
+        sent += sum(answer.tokens_in for answer in await asyncio.gather(*asked))
+    await client.settle()
+    return f"flooded with {sent:,} tokens of other prompts"
+
+
+def _grown(before: Metrics, now: Metrics, name: str) -> dict[str, float]:
+    """Return by how much a counter of ours with at most one label has grown, by `reason`."""
+    grown = {}
+    for labels, value in now.samples(f"{PREFIX}{name}_total"):
+        more = growth(before.value(f"{PREFIX}{name}_total", **labels), value)
+        if more:
+            grown[labels.get("reason", "")] = more
+    return grown
+
+
+def _words(count: int) -> str:
+    """Return `count` random words that no server has seen; each has at least one token."""
+    draw = random.SystemRandom().choices(_SYLLABLES, k=2 * count)
+    return " ".join(map("".join, zip(draw[::2], draw[1::2], strict=True)))
+
+
+def _print(tried: Tried) -> None:
+    rows: dict[str, Any] = {
+        "prompt": f"{tried.prompt_tokens:,} tokens, model {tried.model}",
+        "first time": f"first token after {human_seconds(tried.first_ttft_s)}",
+        "GPU cache": tried.emptied or "not emptied",
+    }
+    if tried.second_ttft_s is not None:
+        faster = tried.first_ttft_s / tried.second_ttft_s
+        took = human_seconds(tried.second_ttft_s)
+        rows["second time"] = f"first token after {took}, {faster:.1f} x faster"
+        rows["tokens from"] = ", ".join(f"{k} {count:,}" for k, count in tried.tokens.items())
+        rows["answers"] = "the same" if tried.same_answer else "different"
+    rows["result"] = "loaded from a tier" if tried.proved else "NOT PROVED"
+    for name, text in rows.items():
+        typer.echo(f"{name:12} {text}")
+    for warning in tried.warnings:
+        typer.echo(f"warning: {warning}", err=True)
