@@ -6,13 +6,11 @@ Nothing is installed: the package is unpacked into the user's cache, once per ma
 
 from __future__ import annotations
 
-import http.server
 import os
 import shutil
 import subprocess
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +21,7 @@ from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from tests.fabric.rig.packages import RigUnavailableError, apt_in, locked, run_tool, unpack
 
-__all__ = ["Exporter", "Prometheus", "RigUnavailableError", "tool"]
+__all__ = ["Prometheus", "RigUnavailableError", "tool"]
 
 _READY_S = 60.0
 
@@ -52,48 +50,6 @@ def tool(name: str) -> Path:
             unpack(archive, place / "root")
             shutil.rmtree(place / "apt")
     return found
-
-
-class Exporter:
-    """Serves saved `/metrics` texts, one per scrape in order; the last one is repeated."""
-
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts = list(texts)
-        self._served = 0
-        exporter = self
-
-        class Handler(http.server.BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                body = exporter._next().encode()
-                self.send_response(200)
-                self.send_header("Content-Type", "text/plain; version=0.0.4")
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-                """Quiet."""
-
-        self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.address = f"127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-
-    def _next(self) -> str:
-        text = self._texts[min(self._served, len(self._texts) - 1)]
-        self._served += 1
-        return text
-
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
 
 
 class Prometheus:

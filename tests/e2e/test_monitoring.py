@@ -19,6 +19,7 @@ from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from tests.e2e import faults_rig as rig
 from tests.e2e.prometheus_rig import Exporter, Prometheus, RigUnavailableError, tool
+from tests.exporter import Exporter
 from vllm_nvmeof_offload import exporter
 from vllm_nvmeof_offload.config import Replica
 from vllm_nvmeof_offload.manager.request_log import RequestLog

@@ -7,18 +7,22 @@ It needs vllm_nvmeof_bench, whose client of servers it uses.
 from __future__ import annotations
 
 import asyncio
+import functools
+import math
 import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from typing import Any
 
 import typer
-from vllm_nvmeof_bench.progress import OnProgress, progress
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TimeRemainingColumn
 from vllm_nvmeof_bench.servers.client import NUDGE, Answer, Client, Hits
 
 from vllm_nvmeof_offload.commands import print_json
 from vllm_nvmeof_offload.commands.scrape import Metrics, scrape_ours
-from vllm_nvmeof_offload.commands.top.reading import growth
+from vllm_nvmeof_offload.commands.top.reading import PLACES, growth
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.metrics import PREFIX
 from vllm_nvmeof_offload.units import human_seconds
@@ -64,9 +68,13 @@ def run(url: str, model: str | None, tokens: int, api_key: str | None, as_json: 
     """
 
     async def work() -> Tried:
+        console = Console(stderr=True)
+        columns = ("{task.description}", BarColumn(), TimeRemainingColumn())
+        bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
         async with Client(url, model=model or "", api_key=api_key) as client:
-            with progress() as on_progress:
-                return await _try(client, url, tokens, on_progress)
+            with bar:
+                task = bar.add_task("")
+                return await _try(client, url, tokens, functools.partial(bar.update, task))
 
     url = url.rstrip("/").removesuffix("/v1")
     tried = asyncio.run(work())
@@ -77,15 +85,15 @@ def run(url: str, model: str | None, tokens: int, api_key: str | None, as_json: 
     return 0 if tried.proved else 1
 
 
-async def _try(client: Client, url: str, tokens: int, on_progress: OnProgress) -> Tried:
+async def _try(client: Client, url: str, tokens: int, progress: Callable[..., None]) -> Tried:
     start = scrape_ours(url)
     prompt = _words(tokens)
-    on_progress(0, 0, "first time")
+    progress(description="first time", total=None)
     first = await _ask(client, prompt, tokens)
     tried = Tried(url, await client.model(), first.tokens_in, first.ttft_s)
     if running := start.value("vllm:num_requests_running"):
         tried.warnings.append(f"{running:.0f} other requests were running: times include theirs")
-    on_progress(0, 0, "writing")
+    progress(description="writing to the pool")
     await client.settle()
     now = scrape_ours(url)
     if not _grown(start, now, "stored_chunks"):
@@ -94,9 +102,9 @@ async def _try(client: Client, url: str, tokens: int, on_progress: OnProgress) -
         return tried
     tried.emptied = "emptied by /reset_prefix_cache"
     if not await client.forget_gpu():
-        tried.emptied = await _flood(client, tokens, now, on_progress)
+        tried.emptied = await _flood(client, tokens, now, progress)
     before = await client.counted()
-    on_progress(0, 0, "second time")
+    progress(description="second time", total=None)
     second = await _ask(client, prompt, tokens)
     after = await client.counted()
     hits = Hits.of(after) - Hits.of(before)
@@ -119,7 +127,7 @@ async def _ask(
     return answer
 
 
-async def _flood(client: Client, tokens: int, now: Metrics, on_progress: OnProgress) -> str:
+async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[..., None]) -> str:
     """Send other prompts until the GPU's cache must have lost ours.
 
     Raises:
@@ -129,18 +137,20 @@ async def _flood(client: Client, tokens: int, now: Metrics, on_progress: OnProgr
     for labels, _ in now.samples("vllm:cache_config_info"):
         blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
         gpu += int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
-    room = max((value for _, value in now.samples(f"{PREFIX}capacity_tokens")), default=0)
+    room = max(now.value(f"{PREFIX}capacity_tokens", tier=tier) for tier in ("cpu", "pool"))
     sent, needed = 0, gpu + tokens
     if not gpu or room < needed + tokens:
-        known = f"it holds {gpu:,} tokens, and the larger tier {room:,.0f}"
+        why = f"it holds {gpu:,} tokens, more than the larger tier ({room:,.0f}) can keep"
+        if not gpu:
+            why = "its size is unknown: vllm:cache_config_info has no num_gpu_blocks"
         raise TryError(
-            "the GPU's cache cannot be emptied: there is no /reset_prefix_cache (start the server "
-            "with VLLM_SERVER_DEV_MODE=1), and other prompts cannot replace its content: "
-            f"{known if gpu else 'vllm:cache_config_info has no num_gpu_blocks'}"
+            "the GPU's cache can be emptied neither by /reset_prefix_cache (start the server with "
+            f"VLLM_SERVER_DEV_MODE=1) nor by other prompts: {why}"
         )
     while sent < needed:
-        on_progress(sent, needed, "flooding the GPU's cache (tokens)")
-        asked = (_ask(client, _words(tokens), tokens, 1) for _ in range(_FLOODING))
+        progress(description="replacing the GPU's content", completed=sent, total=needed)
+        count = min(_FLOODING, math.ceil((needed - sent) / tokens))
+        asked = (_ask(client, _words(tokens), tokens, 1) for _ in range(count))
         sent += sum(answer.tokens_in for answer in await asyncio.gather(*asked))
     await client.settle()
     return f"flooded with {sent:,} tokens of other prompts"
@@ -171,8 +181,9 @@ def _print(tried: Tried) -> None:
     if tried.second_ttft_s is not None:
         faster = tried.first_ttft_s / tried.second_ttft_s
         took = human_seconds(tried.second_ttft_s)
-        rows["second time"] = f"first token after {took}, {faster:.1f} x faster"
-        rows["tokens from"] = ", ".join(f"{k} {count:,}" for k, count in tried.tokens.items())
+        rows["second time"] = f"first token after {took}, {faster:.1f} times as fast"
+        places = (f"{PLACES[source]} {count:,}" for source, count in tried.tokens.items())
+        rows["tokens from"] = ", ".join(places)
         rows["answers"] = "the same" if tried.same_answer else "different"
     rows["result"] = "loaded from a tier" if tried.proved else "NOT PROVED"
     for name, text in rows.items():

@@ -2,14 +2,15 @@
 """A MADE-UP server of the OpenAI API on the loopback address: it computes nothing.
 
 It remembers prompts by their first tokens, as a prefix cache of two levels would: prompts since its
-last reset are found in "GPU memory", earlier ones in the "CPU tier". Its answers depend only on the
-prompt.
+last reset, up to a number of tokens, are found in "GPU memory", earlier ones in the "CPU tier". Its
+answers depend only on the prompt. A word of a text is a token.
 """
 
 from __future__ import annotations
 
 import json
 import threading
+import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import TracebackType
 from typing import Any, Self
@@ -22,16 +23,28 @@ SEPARATOR = "\u2028"
 class MadeUpServer:
     """A context manager. fails: each request whose prompt is this long is refused.
 
-    resets, metrics: whether it has these routes. skew: added to every answer's token.
+    resets, metrics: whether it has these routes. skew: added to every answer's token. wavers:
+    whether an answer also depends on the number of earlier requests. page: appended to its metrics,
+    with the chunks stored and tokens loaded of our package if it is not empty. gpu_tokens: the size
+    of its "GPU memory"; 0: unlimited. others: prompt tokens of other clients per request.
     """
 
     def __init__(
-        self, fails: int = 0, resets: bool = True, metrics: bool = True, skew: int = 0
+        self,
+        fails: int = 0,
+        resets: bool = True,
+        metrics: bool = True,
+        skew: int = 0,
+        wavers: bool = False,
+        page: str = "",
+        gpu_tokens: int = 0,
+        others: int = 0,
     ) -> None:
         self.fails, self.resets, self.metrics, self.skew = fails, resets, metrics, skew
-        self.asked = 0
+        self.wavers, self.gpu_tokens, self.others = wavers, gpu_tokens, others
+        self.asked, self._more = 0, page
         self.counts = {"prompt": 0, "gpu": 0, "cpu": 0}
-        self._gpu: set[tuple[int, ...]] = set()
+        self._gpu: dict[tuple[int, ...], int] = {}
         self._cpu: set[tuple[int, ...]] = set()
         self._lock = threading.Lock()
         outer = self
@@ -63,15 +76,17 @@ class MadeUpServer:
         key = tuple(prompt[:_PREFIX])
         with self._lock:
             self.asked += 1
-            self.counts["prompt"] += len(prompt)
+            self.counts["prompt"] += len(prompt) + self.others
             if len(prompt) < _PREFIX:
                 return
             if key in self._gpu:
                 self.counts["gpu"] += len(prompt)
             elif key in self._cpu:
                 self.counts["cpu"] += len(prompt)
-            self._gpu.add(key)
+            self._gpu[key] = len(prompt)
             self._cpu.add(key)
+            while self.gpu_tokens and sum(self._gpu.values()) > self.gpu_tokens:
+                del self._gpu[next(iter(self._gpu))]
 
     def forget(self) -> None:
         with self._lock:
@@ -80,7 +95,12 @@ class MadeUpServer:
     def page(self) -> str:
         counts = self.counts
         source = "vllm:prompt_tokens_cached_by_source_total"
+        ours = (
+            f"vllm:nvmeof_stored_chunks_total {len(self._cpu)}\n"
+            f'vllm:nvmeof_loaded_tokens_total{{source="cpu"}} {counts["cpu"]}\n'
+        )
         return (
+            f"{self._more and ours}{self._more}"
             f"vllm:prompt_tokens_total {counts['prompt']}\n"
             f"vllm:prefix_cache_hits_total {counts['gpu']}\n"
             f"vllm:external_prefix_cache_hits_total {counts['cpu']}\n"
@@ -116,12 +136,15 @@ class _Handler(BaseHTTPRequestHandler):
     def _complete(self, asked: dict[str, Any]) -> None:
         assert asked["model"] == "made-up"
         prompt = asked["prompt"]
+        if isinstance(prompt, str):
+            words = prompt.split()[-asked["truncate_prompt_tokens"] :]
+            prompt = [zlib.crc32(word.encode()) for word in words]
         if self.owner.fails and len(prompt) == self.owner.fails:
             self._send(503, "overloaded")
             return
         self.owner.take(prompt)
         count = asked["max_tokens"]
-        token = (sum(prompt) + self.owner.skew) % 1000
+        token = (sum(prompt) + self.owner.skew + self.owner.asked * self.owner.wavers) % 1000
         events: list[dict[str, Any]] = [
             {"choices": [{"text": f"<{token + i}{SEPARATOR}>", "token_ids": [token + i]}]}
             for i in range(count)
