@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,14 +13,18 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
 from vllm_nvmeof_bench.servers.model import random_tokens
 from vllm_nvmeof_bench.servers.server import Server
 
 from tests.e2e import faults_rig as rig
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.metrics import METRICS
 
 FAILED = "vllm:nvmeof_failed_chunks_total"
 LOADED = "vllm:nvmeof_loaded_tokens_total"
+PROMPTS = "vllm:prompt_tokens_total"
 HITS = "vllm:external_prefix_cache_hits_total"
 RESUMED = "vllm:nvmeof_resumed_tokens_total"
 #: A deadline and a recompute on a busy machine; an operation that hangs does so for much longer.
@@ -91,6 +96,33 @@ def test_returning_prompts_come_from_the_pool(server: Server, reference: rig.Ref
     assert rig.grown(server, before, HITS) > 0.7 * _whole(reference)
     assert rig.grown(server, before, LOADED, source="pool") > 0.5 * _whole(reference)
     assert rig.grown(server, before, FAILED) == 0
+
+
+def test_try_and_top_report_what_the_metrics_say(server: Server) -> None:
+    before = rig.metrics(server)
+    words = ["try", "--url", server.url, "--tokens", str(rig.PROMPT_TOKENS), "--json"]
+    shown = CliRunner().invoke(app, words)
+    assert shown.exit_code == 0, shown.output
+    tried, whole = (
+        json.loads(shown.stdout),
+        rig.PROMPT_TOKENS // rig.CHUNK_TOKENS * rig.CHUNK_TOKENS,
+    )
+    assert tried["proved"] and tried["warnings"] == []
+    assert tried["tokens"]["gpu"] == tried["tokens"]["shared"] == 0
+    assert tried["tokens"]["computed"] == rig.PROMPT_TOKENS - whole
+    for source in ("cpu", "pool"):
+        assert tried["tokens"][source] == rig.grown(server, before, LOADED, source=source)
+    shown = CliRunner().invoke(app, ["top", server.url, "--json", "--interval", "0.1"])
+    now = rig.metrics(server)
+    (found,) = json.loads(shown.stdout)
+    for name, metric in METRICS.items():
+        if name.endswith("_info"):
+            continue
+        amounts = found["metrics"][name] if metric.labels else {"": found["metrics"][name]}
+        counted = metric.kind == "counter"
+        total = sum(one["total"] if counted else one for one in amounts.values())
+        assert total == pytest.approx(now.value(metric.name + "_total" * counted)), name
+    assert sum(one["total"] for one in found["prompt_tokens"].values()) == now.value(PROMPTS)
 
 
 def test_read_errors(server: Server, faults: rig.Faults, reference: rig.Reference) -> None:

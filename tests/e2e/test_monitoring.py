@@ -18,7 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from tests.e2e import faults_rig as rig
-from tests.e2e.prometheus_rig import Exporter, Prometheus, RigUnavailableError, tool
+from tests.e2e.prometheus_rig import Prometheus, RigUnavailableError, tool
 from tests.exporter import Exporter
 from vllm_nvmeof_offload import exporter
 from vllm_nvmeof_offload.config import Replica

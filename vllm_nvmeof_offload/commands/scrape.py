@@ -36,11 +36,6 @@ class Metrics:
         """Return whether the server exports `name`."""
         return name in self._lines
 
-    @property
-    def ours(self) -> bool:
-        """Whether the server exports any metric of this package."""
-        return any(name.startswith(PREFIX) for name in self._lines)
-
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         """Return labels and value of each sample of `name`.
 
@@ -88,10 +83,10 @@ def scrape_ours(url: str) -> Metrics:
     """Read the metrics of a server that uses this backend.
 
     Raises:
-        ScrapeError: as `scrape`, or the server exports no metric of this package.
+        ScrapeError: as `scrape`, or the server does not export this package's metrics.
     """
     found = scrape(url)
-    if not found.ours:
+    if not found.has(f"{PREFIX}entries"):  # exported from the start
         remedy = "--kv-offloading-backend nvmeof and without VLLM_USE_RUST_FRONTEND"
         raise ScrapeError(f"{url} exports no {PREFIX}… metrics: start the server with {remedy}")
     return found

@@ -88,7 +88,7 @@ def _live(console: Console, watched: Sequence[Watched]) -> None:
     views = ["servers", *screen.VIEWS][1 - many :]
     view, number = 0, 0
     keys = [f"{at + 1 - many} {name}" for at, name in enumerate(views)]
-    help_line = Text("  ".join([*keys, *["n next server"] * many, "q quit"]), "dim")
+    help_line = Text("  ".join([*keys, *["n next"] * many, "q quit"]), "dim")
     with _keys() as wait, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             readings = [one.reading for one in watched]
