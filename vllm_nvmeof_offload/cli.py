@@ -256,7 +256,7 @@ def top(
         bool,
         typer.Option(
             "--once",
-            help="Read twice, one interval apart, print all views and exit. A pipe does so.",
+            help="Read twice, one interval apart, print all views and exit. The default in a pipe.",
         ),
     ] = False,
     as_json: Annotated[

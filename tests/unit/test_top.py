@@ -221,6 +221,11 @@ def test_a_server_without_our_metrics_is_refused_in_one_line(text: str | None, w
     assert why in result.stderr and result.stderr.count("\n") == 1
 
 
+def test_what_a_server_says_controls_no_terminal() -> None:
+    now = reading(after=AFTER.replace("/mnt/kv/1", "/mnt/\x1b]0;kv"))
+    assert now["targets"][1]["path"] == "/mnt/\\x1b]0;kv"
+
+
 def test_an_unreadable_line_names_its_metric() -> None:
     with pytest.raises(ScrapeError, match="vllm:x"):
         Metrics("vllm:x{ 1\n").value("vllm:x")

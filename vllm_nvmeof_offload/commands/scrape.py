@@ -11,6 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.metrics import PREFIX
+from vllm_nvmeof_offload.units import printable
 
 _NAME = re.compile(r"[^{\s#]+")
 
@@ -37,7 +38,7 @@ class Metrics:
         return name in self._lines
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """Return labels and value of each sample of `name`.
+        """Return labels, in printable form, and value of each sample of `name`.
 
         Several API servers of one vLLM export a gauge once per process (`pid`): the largest counts.
 
@@ -52,7 +53,8 @@ class Metrics:
             except ValueError as error:
                 raise ScrapeError(f"metric {name}: not in Prometheus' format: {error}") from None
             for one in found:
-                labels = tuple(pair for pair in one.labels.items() if pair[0] != "pid")
+                pairs = ((name, printable(value)) for name, value in one.labels.items())
+                labels = tuple(pair for pair in pairs if pair[0] != "pid")
                 largest[labels] = max(one.value, largest.get(labels, one.value))
             self._parsed[name] = [(dict(labels), value) for labels, value in largest.items()]
         return self._parsed[name]

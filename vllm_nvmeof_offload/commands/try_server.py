@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.commands.scrape import Metrics, scrape_ours
 from vllm_nvmeof_offload.commands.top.reading import PLACES, growth
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.metrics import PREFIX
-from vllm_nvmeof_offload.units import human_seconds
+from vllm_nvmeof_offload.units import human_seconds, printable
 
 _SYLLABLES = list(map("".join, product("bdfgklmnprstvz", "aeiou")))
 _ANSWER_TOKENS = 16
@@ -123,7 +123,8 @@ async def _ask(
 ) -> Answer:
     answer = await client.attempt(prompt, answer_tokens, prompt_tokens_max=tokens)
     if answer.failure:
-        raise TryError(f"the server did not answer a prompt of {tokens} tokens: {answer.failure}")
+        why = printable(answer.failure)
+        raise TryError(f"the server did not answer a prompt of {tokens} tokens: {why}")
     return answer
 
 
