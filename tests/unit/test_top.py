@@ -120,6 +120,14 @@ def test_a_page_with_our_metrics_alone_will_do() -> None:
     assert any(line.startswith("computed") and "-" in line for line in shown(80, now))
 
 
+def test_an_engine_that_has_counted_nothing_exports_no_gauges() -> None:
+    counters = "\n".join(line for line in AFTER.splitlines() if "_total{" in line)
+    now = reading(before=counters, after=counters)
+    assert now["tiers"]["pool"]["slots"] == 0 and now["targets"] == []
+    assert now["estimate"] == {"compute_s": None, "read_s": None}
+    assert any(line.startswith("CPU tier") for line in shown(80, now))
+
+
 def test_engines_are_added_and_processes_are_not() -> None:
     two = AFTER + AFTER.replace('engine="0"', 'engine="1"')
     two = changed('target_verdict{engine="1",target="0"}', 3, two)
@@ -211,7 +219,7 @@ def test_of_several_servers_the_others_are_shown_if_one_does_not_answer() -> Non
         (None, "no answer ("),
         ("<html>Not metrics</html>", "exports no vllm:nvmeof_… metrics: start the server with"),
         ("vllm:num_requests_running 1\n", "--kv-offloading-backend nvmeof"),
-        (f"{NAME}entries one\n", "not in Prometheus' format"),
+        (f"{NAME}stored_chunks_total one\n", "not in Prometheus' format"),
     ],
 )
 def test_a_server_without_our_metrics_is_refused_in_one_line(text: str | None, why: str) -> None:

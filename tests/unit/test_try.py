@@ -19,7 +19,6 @@ ROOM = (
     'vllm:nvmeof_capacity_tokens{tier="pool"} 5000\n'
     'vllm:nvmeof_capacity_tokens{tier="cpu"} 90\n'
     "vllm:num_requests_running 0\n"
-    "vllm:nvmeof_entries 0\n"
 )
 SIZE = 'vllm:cache_config_info{block_size="16",num_gpu_blocks="100"} 1\n'
 

@@ -88,7 +88,7 @@ def scrape_ours(url: str) -> Metrics:
         ScrapeError: as `scrape`, or the server does not export this package's metrics.
     """
     found = scrape(url)
-    if not found.has(f"{PREFIX}entries"):  # exported from the start
+    if not found.has(f"{PREFIX}stored_chunks_total"):  # counters are exported from the start
         remedy = "--kv-offloading-backend nvmeof and without VLLM_USE_RUST_FRONTEND"
         raise ScrapeError(f"{url} exports no {PREFIX}… metrics: start the server with {remedy}")
     return found

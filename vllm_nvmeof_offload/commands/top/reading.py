@@ -158,7 +158,7 @@ def _estimate(amounts: dict[str, Any]) -> dict[str, float | None]:
     read_s = None
     if slots and tokens and rate:
         token_bytes = amounts["slot_bytes"] * amounts["slot_fill"] * slots / tokens
-        read_s = COMPARED_TOKENS * token_bytes / rate * amounts["load_slowness"]
+        read_s = COMPARED_TOKENS * token_bytes / rate * (amounts["load_slowness"] or 1)
     return {"compute_s": COMPARED_TOKENS / prefill if prefill else None, "read_s": read_s}
 
 
