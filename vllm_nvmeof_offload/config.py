@@ -665,7 +665,7 @@ def _check_target(path: str, config: OffloadConfig, create: bool) -> TargetInfo:
         raise ConfigError(
             "targets", path, "not a directory; give a directory on a mounted file system"
         )
-    if needs_permission(path) and not config.allow_root_file_system:
+    if _needs_permission(path) and not config.allow_root_file_system:
         missing = "is on" if os.path.isdir(path) else "does not exist and would be created on"
         raise ConfigError(
             "targets",
@@ -697,7 +697,7 @@ def _may_create(place: Path) -> bool:
     return os.access(place, os.W_OK | os.X_OK) and shutil.disk_usage(place).total > 0
 
 
-def needs_permission(path: str) -> bool:
+def _needs_permission(path: str) -> bool:
     """Return whether a target needs `allow_root_file_system`. The default target never does."""
     return path != default_target(os.environ) and is_on_root(Path(path))
 

@@ -253,6 +253,21 @@ def test_config_check_and_doctor_create_no_target_that_is_missing(tmp_path: Path
     assert not target.parent.exists()
 
 
+def test_doctor_refuses_the_targets_that_a_server_refuses(tmp_path: Path) -> None:
+    if tmp_path.stat().st_dev != os.stat("/").st_dev:
+        pytest.skip("the temporary directory is on a file system of its own")
+    for target, words in ((tmp_path, "is on"), (tmp_path / "no", "does not exist and would be")):
+        given = ["doctor", "--target", str(target), "--json"]
+        env = {"VLLM_NVMEOF_ALLOW_ROOT_FILE_SYSTEM": "false"}
+        examined = runner.invoke(app, given, env=env)
+        assert examined.exit_code == 2
+        found = {one["check"]: one for one in json.loads(examined.stdout)["findings"]}
+        assert found["target"]["severity"] == "error"
+        assert words in found["target"]["evidence"]
+        assert "root file system" in found["target"]["evidence"]
+        assert "allow_root_file_system" in found["target"]["remedy"]
+
+
 def test_doctor_says_whether_a_pool_fits(tmp_path: Path) -> None:
     for size, code in (("1MiB", "ok"), ("100TiB", "error"), ("much", "error")):
         arguments = ["doctor", "--target", str(tmp_path), "--pool", size, "--json"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -19,6 +21,9 @@ from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.units import parse_bytes
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+MANIFEST = EXAMPLES / "kubernetes" / "hostpath" / "vllm.yaml"
+#: Has the schemas of Kubernetes's releases.
+VALIDATOR = "kubernetes-validate==1.37.0"
 SCRIPTS = sorted(EXAMPLES.rglob("*.sh"))
 UNITS = sorted((EXAMPLES / "systemd").iterdir())
 CALLS = {"io_uring_setup", "io_uring_enter", "io_uring_register"}
@@ -63,7 +68,7 @@ def test_serving_without_targets_names_the_missing_setting() -> None:
 @pytest.fixture(scope="module")
 def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration in the ConfigMap, and the pod."""
-    config, server = yaml.safe_load_all((EXAMPLES / "kubernetes" / "vllm.yaml").read_text())
+    config, server = yaml.safe_load_all(MANIFEST.read_text())
     assert (config["kind"], server["kind"]) == ("ConfigMap", "StatefulSet")
     pod = server["spec"]["template"]["spec"]
     extra = json.loads(config["data"]["transfer.json"])["kv_connector_extra_config"]
@@ -74,8 +79,12 @@ def test_the_manifests_configuration_is_the_products(
     manifest: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     extra, pod = manifest
-    config = parse_config(extra, env={})
     (container,) = pod["containers"]
+    config = parse_config(extra, {one["name"]: one["value"] for one in container["env"]})
+    assert config.pool_bytes, (
+        "the fallback sets the variable, and the ConfigMap must not override it"
+    )
+    assert "pool_bytes" not in extra
     (script,) = container["args"]
     (mount,) = (m for m in container["volumeMounts"] if m["name"] == "kv")
     for target in config.targets:
@@ -102,9 +111,127 @@ def test_the_manifest_matches_its_readme(
     assert {mount["name"] for mount in container["volumeMounts"]} == {*volumes}
     assert "hostPath" in volumes["kv"]
     assert volumes["shm"]["emptyDir"]["medium"] == "Memory"
-    text = (EXAMPLES / "kubernetes" / "vllm.yaml").read_text()
-    numbers = set(re.findall(r"\((\d)\)", text))
-    assert numbers == set(re.findall(r"\((\d)\)", (EXAMPLES / "kubernetes/README.md").read_text()))
+    numbers = set(re.findall(r"\((\d+)\)", MANIFEST.read_text()))
+    readme = (EXAMPLES / "kubernetes" / "README.md").read_text()
+    assert numbers == set(re.findall(r"\((\d+)\)", readme))
+
+
+def test_probes_and_limits_fit_together(manifest: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    _, pod = manifest
+    (container,) = pod["containers"]
+    ports = {port["name"] for port in container["ports"]}
+    startup, live = container["startupProbe"], container["livenessProbe"]
+    for probe in (startup, live, container["readinessProbe"]):
+        assert probe["httpGet"]["path"] == "/health"
+        assert probe["httpGet"]["port"] in ports
+    seconds = [one["periodSeconds"] * one["failureThreshold"] for one in (startup, live)]
+    assert seconds[0] >= 600, "a large model loads for minutes"
+    assert seconds[1] >= 30, "one slow answer must not kill a server"
+    limits, requests = (container["resources"][name] for name in ("limits", "requests"))
+    # No overcommitment: a pod that exceeds a node's memory is killed with its CPU tier.
+    assert limits["memory"] == requests["memory"]
+    (cache,) = (one for one in pod["volumes"] if one["name"] == "cache")
+    room = parse_bytes(limits["ephemeral-storage"] + "B")
+    assert parse_bytes(cache["emptyDir"]["sizeLimit"] + "B") < room
+    assert room == parse_bytes(requests["ephemeral-storage"] + "B")
+
+
+@pytest.mark.skipif(shutil.which("kubectl") is None, reason="no kubectl")
+@pytest.mark.parametrize("variant", ["hostpath", "pvc"])
+def test_kubernetes_accepts_both_variants(variant: str, tmp_path: Path) -> None:
+    built = tmp_path / "built.yaml"
+    built.write_text(run("kubectl", "kustomize", EXAMPLES / "kubernetes" / variant))
+    tool = [Path(sys.executable).with_name("uv"), "tool", "run", "--quiet", "--from", VALIDATOR]
+    if subprocess.run([*tool, "kubernetes-validate", "--version"], capture_output=True).returncode:
+        pytest.skip(f"{VALIDATOR} cannot be had here")
+    run(*tool, "kubernetes-validate", "--strict", built)
+    kinds = {one["kind"]: one for one in yaml.safe_load_all(built.read_text())}
+    spec = kinds["StatefulSet"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    claims = {one["metadata"]["name"] for one in spec.get("volumeClaimTemplates", [])}
+    volumes = {one["name"] for one in spec["template"]["spec"]["volumes"]}
+    assert {one["name"] for one in container["volumeMounts"]} == volumes | claims
+    mounted = {one["mountPath"] for one in container["volumeMounts"]}
+    config = json.loads(kinds["ConfigMap"]["data"]["transfer.json"])["kv_connector_extra_config"]
+    targets = set(config["targets"])
+    assert bool(claims) == (variant == "pvc")
+    assert targets <= mounted if claims else "/mnt/kv" in mounted
+    broken = tmp_path / "broken.yaml"
+    broken.write_text(built.read_text().replace("readinessProbe:", "readynessProbe:"))
+    done = subprocess.run(
+        [*tool, "kubernetes-validate", "--strict", broken], capture_output=True, text=True
+    )
+    assert done.returncode, "the check sees a key that Kubernetes does not have"
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A directory of stubs, which stands first in PATH and logs their calls in its `calls`."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    return folder
+
+
+def stub(folder: Path, name: str, script: str) -> None:
+    path = folder / name
+    path.write_text(f'#!/bin/sh\necho "{name} $*" >>"{folder}/calls"\n{script}\n')
+    path.chmod(0o755)
+
+
+def shell_line(text: str) -> str:
+    """Return the shell's script in a unit's setting, with systemd's continued lines joined."""
+    return shlex.split(text.replace("\\\n", " "))[2]
+
+
+def unit_value(name: str, key: str) -> str:
+    text = (EXAMPLES / "systemd" / name).read_text()
+    found = re.search(rf"^{key}=((?:.*\\\n)*.*)$", text, re.MULTILINE)
+    assert found
+    return found[1]
+
+
+def start(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **variables}
+    return subprocess.run(["sh", "-c", script], env=env, capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize(("dead", "code"), [("", 0), ("10.0.0.1", 0), ("10.0.0.2", 0), (".*", 1)])
+def test_a_dead_path_at_boot_leaves_the_others(programs: Path, dead: str, code: int) -> None:
+    stub(programs, "nvme", f'! echo "$*" | grep -q -- "--traddr={dead} "' if dead else "exit 0")
+    script = shell_line(unit_value("nvme-kv@.service", "ExecStart"))
+    given = {"PATHS": "10.0.0.1 10.0.0.2", "TRANSPORT": "tcp", "NQN": "nqn.x"}
+    done = start(f"set -u; {script}", programs, **given)
+    assert done.returncode == code, done.stderr
+    calls = (programs / "calls").read_text()
+    assert re.findall(r"--traddr=(\S+)", calls) == ["10.0.0.1", "10.0.0.2"], "all paths are tried"
+    named = re.findall(r"no path to nqn.x over (\S+)", done.stderr)
+    assert named == [one for one in ("10.0.0.1", "10.0.0.2") if dead and re.fullmatch(dead, one)]
+
+
+def start_lines() -> dict[str, str]:
+    (container,) = next(
+        one for one in yaml.safe_load_all(MANIFEST.read_text()) if one["kind"] == "StatefulSet"
+    )["spec"]["template"]["spec"]["containers"]
+    return {
+        "systemd": shell_line(unit_value("vllm.service", "ExecStart")),
+        "kubernetes": container["args"][0],
+    }
+
+
+@pytest.mark.parametrize("where", ["systemd", "kubernetes"])
+@pytest.mark.parametrize(("code", "pool"), [(0, "2TiB"), (1, "2TiB"), (2, "0")])
+def test_a_target_that_cannot_be_used_leaves_the_cpu_tier(
+    programs: Path, where: str, code: int, pool: str
+) -> None:
+    stub(programs, "vllm-nvmeof", f"exit {code}")
+    stub(programs, "vllm", f'echo "pool $VLLM_NVMEOF_POOL_BYTES" >>"{programs}/calls"')
+    done = start(start_lines()[where], programs, VLLM_NVMEOF_POOL_BYTES="2TiB")
+    assert done.returncode == 0, done.stderr
+    doctor, served, found = (programs / "calls").read_text().splitlines()
+    assert doctor.startswith("vllm-nvmeof doctor --target /mnt/kv/0 ")
+    assert served.startswith("vllm serve MODEL --kv-offloading-backend nvmeof ")
+    assert found == f"pool {pool}"
+    assert ("no pool" in done.stdout + done.stderr) == (pool == "0")
 
 
 def test_the_seccomp_profile_allows_three_calls_more_and_no_other(tmp_path: Path) -> None:
@@ -151,10 +278,12 @@ def test_the_units_agree_with_each_other() -> None:
     vllm, mount = units["vllm.service"], units["mnt-kv-0.mount"]
     assert vllm["Service"]["LimitMEMLOCK"] == "infinity"
     assert vllm["Service"]["UMask"] == "0077"
-    assert vllm["Unit"]["Requires"] == "mnt-kv-0.mount"
+    assert vllm["Unit"]["Wants"] == "mnt-kv-0.mount"
+    assert "mnt-kv-0.mount" in vllm["Unit"]["After"]
+    assert mount["Unit"]["Requires"] in mount["Install"]["WantedBy"].split()
     assert "noatime" in mount["Mount"]["Options"].split(",")
     where = mount["Mount"]["Where"]
-    assert vllm["Service"]["ReadWritePaths"] == where
+    assert vllm["Service"]["ReadWritePaths"] == f"-{where}"
     text = (EXAMPLES / "systemd" / "vllm.service").read_text()
     assert f"VLLM_NVMEOF_TARGETS={where}\n" in text
     assert f"--target {where} " in text

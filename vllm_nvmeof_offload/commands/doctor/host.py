@@ -31,7 +31,6 @@ from vllm_nvmeof_offload.config import (
     check_targets,
     default_target,
     judge_access,
-    needs_permission,
     parse_config,
 )
 from vllm_nvmeof_offload.copy.base import Backend
@@ -155,8 +154,7 @@ def _may_lock_anything() -> bool:
 def check_target(target: str) -> list[Finding]:
     """Check one directory for use as a target. Only probe files are created, and then removed."""
     key = f"{ENV_PREFIX}ALLOW_ROOT_FILE_SYSTEM"
-    given = parse_config({"targets": [target]}, {key: os.environ.get(key, "false")})
-    settings = given.model_copy(update={"allow_root_file_system": True})
+    settings = parse_config({"targets": [target]}, {key: os.environ.get(key, "false")})
     try:
         (info,) = check_targets(settings, create=False)
     except ConfigError as refusal:
@@ -177,9 +175,6 @@ def check_target(target: str) -> list[Finding]:
     space = ok("free_space", evidence)
     if free < GIB + kept:
         space = warning("free_space", evidence, "free some space, or name another target")
-    elif needs_permission(info.path) and not given.allow_root_file_system:
-        remedy = "mount the target's file system, or set allow_root_file_system for a pool there"
-        space = warning("free_space", f"{evidence}; it is the root file system", remedy)
     try:
         probe_o_direct(Path(info.path))
         direct = ok("o_direct", f"works on {info.file_system} in units of {PAGE_BYTES // KIB} KiB")
