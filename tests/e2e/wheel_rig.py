@@ -57,9 +57,10 @@ class Environment:
 
 
 def build_wheel(directory: Path) -> tuple[Path, Path]:
-    """`make wheel`, into `directory`. Returns the wheel and the source distribution."""
+    """`make wheel` for this Python, into `directory`. Returns the wheel and the sdist."""
     command = ["bash", "tools/wheel.sh", str(Path(sys.prefix)), str(directory)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600)
+    env = {**os.environ, "PYTHONS": sys.executable}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     (wheel,) = directory.glob("*.whl")
     (sdist,) = directory.glob("*.tar.gz")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import Weights, preset, preset_names
 from vllm_nvmeof_offload.commands.size.report import build
 from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.pool.format import Keyspace
+from vllm_nvmeof_offload.pool.ownership import PoolSpec
 from vllm_nvmeof_offload.staging import split_slots
 
 KIB, GIB = 1 << 10, 1 << 30
@@ -145,6 +148,71 @@ def test_every_figure_is_monotone_in_its_inputs(
     if changed == "ttft_seconds":
         assert b["needed for the TTFT"] <= a["needed for the TTFT"]
         assert b["sessions at once in the TTFT"] >= a["sessions at once in the TTFT"]
+
+
+def test_settings_by_hand() -> None:
+    sizes, deployment = sized(
+        concurrency=3, users=10, daily_tokens=65536, drives=4, drive_bytes=10**12, drive_fill=0.5,
+        drive_read_bytes_per_s=50e9,
+    )  # fmt: skip
+    advice = sizes.advise(sizes.plan_reload(4))
+    assert advice is not None
+    assert advice.staging_bytes == (3 * CHUNKS + deployment.stream_slots) * SLOT
+    assert (advice.targets, advice.drives_needed) == (1, 1)
+    written = 2 * 10 * CHUNKS * (SLOT + 64)
+    assert advice.written_bytes_per_day == written
+    assert advice.drive_writes_per_day == pytest.approx(written / 10**12)
+
+
+@given(st.sampled_from(preset_names()), deployments, st.integers(1, 5000))
+def test_the_recommended_sizes_hold_the_sessions(
+    name: str, given_: dict[str, Any], users: int
+) -> None:
+    given_["gpus"] = 2 * given_["tensor_parallel"]
+    deployment = Deployment(**given_, users=users)
+    sizes = KvSizes(preset(name), deployment)
+    advice = sizes.advise(sizes.plan_reload(deployment.drives))
+    slots = sizes.session_slots(deployment.context_tokens)
+    each, stride = sum(one.count for one in slots), slots[0].stride_bytes
+    if advice is None:
+        assert not each
+        return
+    # What a server makes of them: `split_slots`, and the slots of `PoolSpec`.
+    cached, _ = split_slots(
+        advice.staging_bytes // deployment.ranks, stride, deployment.stream_slots
+    )
+    needed = -(-deployment.concurrency // deployment.engines) * each
+    assert needed <= cached <= needed + 1
+    payload = max(one.payload_bytes for one in slots)
+    pool = PoolSpec(
+        targets=tuple(Path(str(n)) for n in range(advice.targets)),
+        pool_bytes=advice.pool_bytes // deployment.ranks,
+        payload_bytes=payload,
+        keyspace=Keyspace.of({}),
+    )
+    needed = -(-users // deployment.engines) * each
+    assert needed <= pool.slots_per_target * advice.targets < needed + 2 * advice.targets
+
+
+def test_computing_is_compared_with_loading() -> None:
+    def at(rate: float | None) -> tuple[bool | None, dict[str, float], list[str]]:
+        report = build(preset("Qwen3-8B"), Deployment(prefill_tokens_per_s=rate, concurrency=4))
+        return report.loads_faster, {f.name: f.value for f in report.figures}, report.notes
+
+    unknown, figures, notes = at(None)
+    assert unknown is None
+    assert "gain of loading" not in figures
+    assert any("--prefill-tokens-per-s" in note for note in notes)
+    even = figures["as fast as loading at"]
+    assert even * figures["time to load them all"] == pytest.approx(4 * 32768)
+    faster, figures, notes = at(even / 2)
+    assert faster
+    assert figures["gain of loading"] == pytest.approx(2)
+    assert not any("prefill" in note or "admission" in note for note in notes)
+    faster, figures, notes = at(even * 2)
+    assert faster is False
+    assert figures["gain of loading"] == pytest.approx(0.5)
+    assert any("admission" in note for note in notes)
 
 
 @given(st.sampled_from(preset_names()), st.integers(16, 1 << 18), st.sampled_from([1, 2, 8]))

@@ -18,6 +18,8 @@ from vllm_nvmeof_offload.commands.size.deployment import (
     parse_tokens,
 )
 from vllm_nvmeof_offload.commands.size.report import Figure, LayersRow, ScaleRow, SizeReport
+from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.units import GIB
 
 runner = CliRunner()
 PLAIN = {
@@ -67,10 +69,32 @@ def test_the_table_has_every_figure_and_its_formula(tmp_path: Path) -> None:
     for figure in report.figures:
         for part in (figure.name, figure.text, figure.formula):
             assert part in result.stdout
-    for line in (*report.assumptions, *report.notes, report.published_source):
+    for line in (*report.assumptions, *report.notes, *report.commands, report.published_source):
         assert line in result.stdout
     for row in report.scaling:
         assert f"│ {row.drives} " in result.stdout
+
+
+def test_the_lines_to_paste_are_what_a_server_takes() -> None:
+    report = size_json(
+        *("--preset", "Llama-3.1-70B-Instruct", "--gpus", "8", "--tp", "4", "--kv-dtype", "fp8"),
+        *("--drives", "4", "--users", "20000", "--concurrency", "32"),
+    )
+    targets, pool, serve = report.commands
+    env = dict(line.removeprefix("export ").split("=", 1) for line in (targets, pool))
+    config = parse_config({}, env)
+    assert config.targets == ["/mnt/kv/0", "/mnt/kv/1"], "two engines share four drives"
+    figures = {figure.name: figure.value for figure in report.figures}
+    assert config.pool_bytes is not None
+    assert 0 <= config.pool_bytes - figures["pool of one engine"] < GIB
+    words = serve.split()
+    assert words[:2] == ["vllm", "serve"]
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    assert options["--tensor-parallel-size"] == "4"
+    assert options["--kv-cache-dtype"] == "fp8"
+    assert 0 <= int(options["--kv-offloading-size"]) * GIB - figures["staging of one engine"] < GIB
+    assert any("needs" in note and "drives" in note for note in report.notes)
+    assert size_json("--preset", "Qwen3-8B", "--context", "8").commands == []
 
 
 def test_layers_of_every_kind_are_shown() -> None:
@@ -104,6 +128,9 @@ def test_kv_copies_on_several_ranks_are_reported() -> None:
         (["--drives", "0"], "--drives=0: give a value greater than or equal to 1"),
         (["--tp", "0"], "--tp=0: give a value greater than or equal to 1"),
         (["--drive-fill", "1.5"], "--drive-fill=1.5: give a value less than or equal to 1"),
+        (["--users", "0"], "--users=0: give a value greater than or equal to 1"),
+        (["--prefill-tokens-per-s", "0"], "--prefill-tokens-per-s=0.0: give a value greater than"),
+        (["--daily-tokens", "few"], "--daily-tokens='few': is not a number of tokens"),
         (["--drive-bytes", "0"], "--drive-bytes=0: give a value greater than 0"),
         (["--kv-dtype", "fp12"], "--kv-dtype='fp12': give auto or one of bfloat16"),
         (["--tp", "3"], "--tp=3: vLLM cannot split 8 KV heads; give"),

@@ -184,6 +184,26 @@ class Deployment:
     gpu_link: str = _link("pcie5x16", "--gpu-link", "Link of one GPU to its host.")
     link_efficiency: float = _share(0.9, "--link-efficiency", "Payload's share of a link's rate.")
     ttft_seconds: float = _time("2s", "--ttft", "Target time to first token.")
+    prefill_tokens_per_s: float | None = _option(
+        None,
+        "--prefill-tokens-per-s",
+        "Prompt tokens that one engine computes per second at this context, to compare computing "
+        "with loading. Default: unknown.",
+        gt=0,
+    )
+    users: int = _count(
+        None,
+        "--users",
+        "Users, each with one session in the pool. Default: ten times the concurrency.",
+    )
+    daily_tokens: int = _option(
+        None,
+        "--daily-tokens",
+        "Tokens that one user's prompts and answers add per day, each written to the pool once. "
+        "Default: one context.",
+        parse_tokens,
+        ge=1,
+    )
     prefill_nodes: int | None = _count(
         None,
         "--prefill-nodes",
@@ -220,6 +240,8 @@ class Deployment:
                 value = read_option(option["flag"], value, option["read"], **option["bounds"])
                 object.__setattr__(self, one.name, value)
         object.__setattr__(self, "gpus", self.gpus or self.ranks)
+        object.__setattr__(self, "users", self.users or 10 * self.concurrency)
+        object.__setattr__(self, "daily_tokens", self.daily_tokens or self.context_tokens)
         if (self.prefill_nodes is None) != (self.decode_nodes is None):
             name = "--decode-nodes" if self.prefill_nodes is None else "--prefill-nodes"
             given = self.prefill_nodes or self.decode_nodes

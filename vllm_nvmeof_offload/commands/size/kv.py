@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.boundary import automatic
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
-from vllm_nvmeof_offload.pool.log import log_pages_of
+from vllm_nvmeof_offload.pool.log import log_pages_of, with_log
 from vllm_nvmeof_offload.staging import split_slots
 from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
@@ -85,6 +85,21 @@ class Reload:
     @property
     def bottleneck(self) -> Hop:
         return min(self.hops, key=lambda hop: hop.bytes_per_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """Settings for each server of one engine, and the writes to all drives.
+
+    The CPU tier holds the sessions that return at once, and the pool those of all users.
+    """
+
+    staging_bytes: int
+    pool_bytes: int
+    targets: int
+    drives_needed: int
+    written_bytes_per_day: float
+    drive_writes_per_day: float
 
 
 class KvSizes:
@@ -288,6 +303,34 @@ class KvSizes:
         in_time = math.floor(rate * deployment.ttft_seconds / session) if session else 0
         seconds = deployment.concurrency * session / rate
         return Reload(session, needed, hops, seconds, in_time)
+
+    def advise(self, back: Reload) -> Advice | None:
+        """Return settings for this load, or None if the context is shorter than a chunk."""
+        deployment, engines = self.deployment, self.deployment.engines
+        slots = self.session_slots(deployment.context_tokens)
+        each, stride = sum(one.count for one in slots), slots[0].stride_bytes
+        if not each:
+            return None
+        cached = -(-deployment.concurrency // engines) * each
+        # Stream slots are at most a quarter of all slots, and at least one.
+        staged = max(cached + 1, min(cached + deployment.stream_slots, cached * 4 // 3))
+        session = self.pooled_bytes(deployment.context_tokens)
+        by_space = math.ceil(
+            deployment.users * session / (deployment.drive_bytes * deployment.drive_fill)
+        )
+        needed = max(by_space, back.hops[0].needed)
+        used = min(needed, deployment.drives)
+        targets = -(-used // engines)
+        on_target = -(-(-(-deployment.users // engines) * each) // targets)
+        written = deployment.users * session * deployment.daily_tokens / deployment.context_tokens
+        return Advice(
+            staging_bytes=deployment.ranks * staged * stride,
+            pool_bytes=deployment.ranks * targets * with_log(on_target * (stride + ENTRY_BYTES)),
+            targets=targets,
+            drives_needed=needed,
+            written_bytes_per_day=written,
+            drive_writes_per_day=written / (used * deployment.drive_bytes),
+        )
 
 
 def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:

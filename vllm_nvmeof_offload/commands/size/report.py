@@ -12,16 +12,17 @@ from __future__ import annotations
 
 import functools
 import itertools
+import shlex
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from vllm_nvmeof_offload.commands import table, wide_console
 from vllm_nvmeof_offload.commands.size.deployment import Deployment, parse_link
-from vllm_nvmeof_offload.commands.size.kv import KvSizes, Reload, Room
+from vllm_nvmeof_offload.commands.size.kv import Advice, KvSizes, Reload, Room
 from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.units import human_bytes, human_seconds
+from vllm_nvmeof_offload.units import GIB, human_bytes, human_seconds
 
 _FILE_COLUMNS = 160
 
@@ -94,6 +95,10 @@ class SizeReport:
     figures: list[Figure]
     bottleneck: str
     meets_ttft: bool
+    #: None if the rate of computing is unknown.
+    loads_faster: bool | None
+    #: Shell lines that start a server of one engine; empty if nothing would be stored.
+    commands: list[str]
     scaling: list[ScaleRow]
     published_source: str
     assumptions: list[str]
@@ -109,6 +114,7 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
         raise ConfigError("--gpus", deployment.gpus, f"{remedy}; give a multiple, such as {up}")
     sizes = KvSizes(model, deployment)
     room, back = sizes.gpu_room(), sizes.plan_reload(deployment.drives)
+    compute_s, advice = _compute_seconds(deployment), sizes.advise(back)
     return SizeReport(
         model=model.name,
         deployment=deployment,
@@ -117,14 +123,23 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
             *_model_figures(sizes),
             *_room_figures(sizes, room),
             *_reload_figures(deployment, back),
+            *_compute_figures(deployment, back, compute_s),
+            *_advice_figures(sizes, advice),
             *_cluster_figures(deployment, back.session_bytes),
         ],
         bottleneck=back.bottleneck.name,
         meets_ttft=back.seconds <= deployment.ttft_seconds,
+        loads_faster=back.seconds < compute_s if compute_s and back.seconds else None,
+        commands=_commands(sizes, advice) if advice else [],
         scaling=[_scale_row(sizes, d) for d in sorted({*DATA24_DRIVES, deployment.drives})],
         published_source=DATA24.source,
         assumptions=list(_assumptions(sizes)),
-        notes=[*model.notes, *_notes_on_model(sizes), *_notes_on_deployment(sizes, room, back)],
+        notes=[
+            *model.notes,
+            *_notes_on_model(sizes),
+            *_notes_on_deployment(sizes, room, back),
+            *_notes_on_advice(deployment, back, compute_s, advice),
+        ],
     )
 
 
@@ -222,6 +237,87 @@ def _reload_figures(deployment: Deployment, back: Reload) -> Iterator[Figure]:
     yield row("sessions at once in the TTFT", in_time, "⌊lowest rate × TTFT ÷ read⌋", "sessions")
 
 
+def _compute_seconds(deployment: Deployment) -> float:
+    """Return the time in which all engines compute the returning sessions, or 0 if unknown."""
+    if deployment.prefill_tokens_per_s is None:
+        return 0.0
+    tokens = deployment.concurrency * deployment.context_tokens
+    return tokens / (deployment.engines * deployment.prefill_tokens_per_s)
+
+
+def _compute_figures(deployment: Deployment, back: Reload, compute_s: float) -> Iterator[Figure]:
+    """Yield the rate at which computing is as fast as loading, and a comparison at a given rate."""
+    if not back.seconds:
+        return
+    row = functools.partial(_figure, "computing")
+    tokens, engines = deployment.concurrency * deployment.context_tokens, deployment.engines
+    formula = "sessions × context ÷ time to load them all ÷ engines; loading wins below it"
+    yield row("as fast as loading at", tokens / back.seconds / engines, formula, "tokens/s")
+    if compute_s:
+        rate = f"{engines} engines × {deployment.prefill_tokens_per_s:g} tokens/s"
+        yield row("time to compute them all", compute_s, f"sessions × context ÷ ({rate})", "s")
+        formula = "time to compute ÷ time to load; below 1, computing is faster"
+        yield row("gain of loading", compute_s / back.seconds, formula, "×")
+
+
+def _advice_figures(sizes: KvSizes, advice: Advice | None) -> Iterator[Figure]:
+    if advice is None:
+        return
+    deployment, row = sizes.deployment, functools.partial(_figure, "settings")
+    formula = f"an engine's part of {deployment.concurrency} sessions, and its stream slots"
+    yield row("staging of one engine", advice.staging_bytes, formula)
+    formula = f"an engine's part of {deployment.users} users' sessions, and its logs"
+    yield row("pool of one engine", advice.pool_bytes, formula)
+    formula = "for the users' sessions or, if that takes more drives, for the TTFT"
+    yield row("drives for this load", advice.drives_needed, formula, "drives")
+    formula = (
+        f"{deployment.users} users × session in the pool × {deployment.daily_tokens} ÷ context"
+    )
+    yield row("written per day", advice.written_bytes_per_day, formula)
+    formula = "written per day ÷ capacity of the drives for this load (DWPD)"
+    yield row("drive writes per day", advice.drive_writes_per_day, formula, "")
+
+
+def _commands(sizes: KvSizes, advice: Advice) -> list[str]:
+    """Return the lines to paste, with sizes rounded up to whole GiB and example directories."""
+    deployment = sizes.deployment
+    targets = ":".join(f"/mnt/kv/{number}" for number in range(advice.targets))
+    words = ["vllm serve", shlex.quote(sizes.model.name)]
+    for flag, ranks in (
+        ("--tensor-parallel-size", deployment.tensor_parallel),
+        ("--pipeline-parallel-size", deployment.pipeline_parallel),
+    ):
+        words += [flag, str(ranks)] if ranks > 1 else []
+    words += ["--kv-cache-dtype fp8"] if deployment.kv_element_bytes == 1 else []
+    words += ["--kv-offloading-backend nvmeof"]
+    words += ["--kv-offloading-size", str(-(-advice.staging_bytes // GIB))]
+    return [
+        f"export VLLM_NVMEOF_TARGETS={targets}",
+        f"export VLLM_NVMEOF_POOL_BYTES={-(-advice.pool_bytes // GIB)}GiB",
+        " ".join(words),
+    ]
+
+
+def _notes_on_advice(
+    deployment: Deployment, back: Reload, compute_s: float, advice: Advice | None
+) -> Iterator[str]:
+    if not compute_s:
+        yield (
+            "whether loading is faster than computing is unknown: give --prefill-tokens-per-s, as "
+            "measured on your GPU"
+        )
+    elif back.seconds >= compute_s:
+        yield (
+            f"computing takes {human_seconds(compute_s)}, loading {human_seconds(back.seconds)}: "
+            "the pool would not be used (admission)"
+        )
+    if advice and advice.drives_needed > deployment.drives:
+        yield (
+            f"this load needs {advice.drives_needed} drives, --drives is {deployment.drives}: the "
+            "pool is larger than the drives, or loads miss the TTFT"
+        )
+
+
 def ratio_range(deployment: Deployment) -> tuple[float, float]:
     """Return the least and most prefill nodes per decode node; no ratio fits if least > most."""
     gpus, links = deployment.node_gpus, deployment.node_storage_links
@@ -302,6 +398,10 @@ def _assumptions(sizes: KvSizes) -> Iterator[str]:
         "worst case: all sessions return at once, and their KV is only in the pool; the whole TTFT "
         "is for loading, and computing what was not stored takes additional time"
     )
+    yield (
+        f"{deployment.users} users, one session each in the pool (--users); each adds "
+        f"{deployment.daily_tokens} tokens per day, written once (--daily-tokens)"
+    )
     yield "sessions share no prefix; chunks are spread evenly over drives, links and GPUs"
 
 
@@ -368,7 +468,16 @@ def show(report: SizeReport) -> None:
             figures.add_row("" if at else section, one.name, one.text, one.formula)
     console.print(figures)
     verdict = "in time" if report.meets_ttft else "NOT in time"
-    console.print(f"bottleneck: {report.bottleneck}; {verdict}", highlight=False)
+    compared = {
+        None: "not compared with computing",
+        True: "loading is faster than computing",
+        False: "COMPUTING is faster",
+    }[report.loads_faster]
+    console.print(f"bottleneck: {report.bottleneck}; {verdict}; {compared}", highlight=False)
+    if report.commands:
+        console.print("to start each server of one engine, on targets of your own:")
+    for line in report.commands:
+        console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
     headings = ("drives", "sessions held", "at once in the TTFT", "bottleneck")
     published = ("published: GPUs", "published: sessions")
     cells = (
