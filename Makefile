@@ -57,7 +57,7 @@ help:
 	@echo "make bench      the pool beside fio, a bare ring and vLLM's own file tier"
 	@echo "make results    all benchmarks that need no GPU, short, into bench/results/ (1 h)"
 	@echo "make gpu        on a machine with an NVIDIA GPU: its tests and benchmarks, in stages (GPU_STAGES)"
-	@echo "make wheel      dist/: a manylinux wheel with the native core and the kernels, and the sdist"
+	@echo "make wheel      dist/: manylinux wheels with the native core and the kernels, and the sdist"
 	@echo "make check      ruff, clang-format and mypy"
 	@echo "make setup      only the virtual environment in $(VENV)/"
 	@echo "make format     ruff's fixes and formatting"
@@ -150,7 +150,7 @@ GPU_STAGES ?=
 gpu:
 	@"$(GPU_PYTHON)" tools/gpu.py $(GPU_STAGES)
 
-# For the Python of the environment: `make distclean wheel PYTHON=python3.12` for another one.
+# For each Python in PATH that vLLM supports; PYTHONS="3.12 /path/to/python": for these.
 wheel: setup
 	@bash tools/wheel.sh $(VENV)
 

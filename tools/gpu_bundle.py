@@ -200,7 +200,7 @@ def main() -> None:
     given = parser.parse_args()
     if not given.wheel.is_file():
         parser.error(
-            f"{given.wheel} does not exist: make distclean wheel PYTHON=python{given.python}"
+            f"{given.wheel} does not exist: PYTHONS={given.python} make wheel"
         )
     if f"cp{given.python.replace('.', '')}-" not in given.wheel.name:
         parser.error(f"{given.wheel.name} is not for Python {given.python}")

@@ -19,7 +19,9 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno as _errno
+import importlib.metadata
 import os
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -57,6 +59,20 @@ def raise_all(errors: Sequence[ConfigError]) -> None:
 def errors_of(error: ConfigError) -> tuple[ConfigError, ...]:
     """Return the errors that `raise_all` raised together."""
     return error.errors if isinstance(error, CombinedConfigError) else (error,)
+
+
+def install_extra(extra: str) -> str:
+    """Return the command that installs what an extra of this package adds.
+
+    It names the packages, because no package index has this one.
+    """
+    try:
+        found = importlib.metadata.requires("vllm-nvmeof-offload") or []
+    except importlib.metadata.PackageNotFoundError:  # a checkout in PYTHONPATH
+        return f"install what pyproject.toml lists for {extra}"
+    parts = (line.replace('"', "'").split(";") for line in found)
+    wanted = [part[0].strip() for part in parts if part[-1].strip() == f"extra == '{extra}'"]
+    return f"pip install {shlex.join(wanted)}"
 
 
 class PoolError(OffloadError):

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ import yaml
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.units import parse_bytes
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
 MANIFEST = EXAMPLES / "kubernetes" / "hostpath" / "vllm.yaml"
 #: Has the schemas of Kubernetes's releases.
 VALIDATOR = "kubernetes-validate==1.37.0"
@@ -289,3 +291,29 @@ def test_the_units_agree_with_each_other() -> None:
     assert f"--target {where} " in text
     connect = (EXAMPLES / "systemd" / "nvme-kv@.service").read_text()
     assert "fast_io_fail_tmo=5" in connect
+
+
+def test_the_container_copies_what_the_wheel_is_built_from(tmp_path: Path) -> None:
+    text = (EXAMPLES / "container" / "Containerfile").read_text()
+    copies = [line.split()[1:] for line in re.findall(r"^COPY [^-].*$", text, re.MULTILINE)]
+    for *sources, place in copies:
+        for source in sources:
+            path, copy = ROOT / source, tmp_path / place
+            if path.is_dir():
+                # What is compiled here would not be in a checkout.
+                ignored = shutil.ignore_patterns("*.so", "__pycache__", "*.pyi")
+                shutil.copytree(path, copy, ignore=ignored)
+            else:
+                shutil.copy(path, copy)
+    uv = Path(sys.executable).with_name("uv")
+    command = [uv, "build", "--quiet", "--sdist", "--no-build-isolation", "--out-dir", tmp_path]
+    run(*command, tmp_path)
+    (archive,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        inside = {name.partition("/")[2] for name in opened.getnames()}
+    built_from = run("git", "-C", ROOT, "ls-files", "bench/vllm_nvmeof_bench", "kernels",
+                     "vllm_nvmeof_offload", "CMakeLists.txt", "LICENSE")  # fmt: skip
+    assert set(built_from.split()) <= inside
+    assert "tools/wheel.sh" in inside
+    # The package's name is on no package index: an extra is given behind the wheel's file.
+    assert '/*.whl)[cuda]"' in text

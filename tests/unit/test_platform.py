@@ -4,12 +4,19 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import shlex
+import tomllib
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from packaging.requirements import Requirement
 
-from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.errors import ConfigError, install_extra
 from vllm_nvmeof_offload.vllm_adapter.supported import refuse_platform
+
+ROOT = Path(__file__).parents[2]
 
 
 def platform(kind: str) -> SimpleNamespace:
@@ -58,7 +65,21 @@ def test_a_gpu_without_them_is_refused_with_the_remedy(
 ) -> None:
     without(monkeypatch, missing)
     error = refused("cuda")
-    assert "cuda-bindings" in error and "pip install 'vllm-nvmeof-offload[cuda]'" in error
+    assert re.search(r"need cuda-bindings: pip install '?cuda-bindings.* 'nvidia-ml-py", error)
+
+
+def test_every_extra_can_be_installed_without_this_packages_name() -> None:
+    """No package index has this package, so `NAME[extra]` would fetch somebody else's."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    for extra, wanted in project["optional-dependencies"].items():
+        command, verb, *packages = shlex.split(install_extra(extra))
+        assert (command, verb) == ("pip", "install")
+        assert [Requirement(one) for one in packages] == [Requirement(one) for one in wanted]
+    listed = (ROOT / "docs" / "install.md").read_text()
+    assert all(f"`[{extra}]`" in listed for extra in project["optional-dependencies"])
+    shown = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
+    shown += [*ROOT.glob("vllm_nvmeof_offload/**/*.py"), *ROOT.glob("bench/**/*.py")]
+    assert [path.name for path in shown if f"{project['name']}[" in path.read_text()] == []
 
 
 def test_a_gpu_is_served_without_the_kernels_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

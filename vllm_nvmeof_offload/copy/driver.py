@@ -28,7 +28,7 @@ from typing import Any, Final, TextIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.errors import EngineError, install_extra
 from vllm_nvmeof_offload.native import core
 
 #: Values of CUmemcpySrcAccessOrder: the source is read in stream order, or at any time after the
@@ -114,8 +114,7 @@ class Cuda:
             self._enter("cuInit", 0)
         except ImportError as error:
             raise EngineError(
-                f"copies to a GPU need cuda-python ({error}): "
-                "pip install 'vllm-nvmeof-offload[cuda]'"
+                f"copies to a GPU need cuda-python ({error}): {install_extra('cuda')}"
             ) from None
         except RuntimeError as error:  # the driver's library is missing
             raise EngineError(f"no NVIDIA driver here: {error}") from None
@@ -347,7 +346,7 @@ def compile_kernels(arch: str, name: str = COPY_BLOCKS, log: TextIO | None = Non
         code: bytes = core.Program(source, "c++", options).compile("cubin", logs=log).code
     except ImportError as error:
         raise EngineError(
-            f"the kernels need cuda-core ({error}): pip install 'vllm-nvmeof-offload[cuda]'"
+            f"the kernels need cuda-core ({error}): {install_extra('cuda')}"
         ) from None
     except Exception as error:
         # cuda-core's errors (no NVRTC library, an unknown architecture) have no public base.

@@ -31,7 +31,7 @@ from vllm_nvmeof_offload.config import (
     parse_config,
     set_replicas,
 )
-from vllm_nvmeof_offload.errors import ConfigError, raise_all
+from vllm_nvmeof_offload.errors import ConfigError, install_extra, raise_all
 from vllm_nvmeof_offload.manager.eviction import choose_policy
 from vllm_nvmeof_offload.targets.configured import check_here
 from vllm_nvmeof_offload.units import format_bytes, slot_stride_bytes
@@ -201,9 +201,6 @@ def _ignores_loaded_kv(vllm_config: Any) -> bool:
     )
 
 
-_REMEDY = "pip install 'vllm-nvmeof-offload[cuda]'"
-
-
 def refuse_platform(platform: Any) -> None:
     """Raise unless vLLM's `platform` is the CPU, or an NVIDIA GPU with the packages it needs."""
     if platform.is_cpu():
@@ -216,7 +213,7 @@ def refuse_platform(platform: Any) -> None:
             "vLLM's CPU engine: serve without offloading",
         )
     if not _is_there("cuda.bindings"):
-        remedy = f"copies to a GPU need cuda-bindings: {_REMEDY}"
+        remedy = f"copies to a GPU need cuda-bindings: {install_extra('cuda')}"
         raise ConfigError("--kv-offloading-backend", "nvmeof", remedy)
 
 

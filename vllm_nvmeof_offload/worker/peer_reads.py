@@ -31,6 +31,7 @@ from vllm_nvmeof_offload.errors import (
     EngineError,
     Outcome,
     code_of,
+    install_extra,
     outcome_of,
 )
 from vllm_nvmeof_offload.io.base import Waker
@@ -415,7 +416,7 @@ def open_links(
         from vllm_nvmeof_offload.peers.server import PeerServer, host_and_port
         from vllm_nvmeof_offload.peers.transport import why_no_pulls
     except ImportError as error:
-        logger.warning("no peers: %s; install vllm-nvmeof-offload[peers]", error)
+        logger.warning("no peers: %s; %s", error, install_extra("peers"))
         return None
     if common.secret and not zmq.has("curve"):
         remedy = "a secret needs CURVE, which this libzmq lacks; install pyzmq from its wheel"

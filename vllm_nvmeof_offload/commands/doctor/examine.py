@@ -21,6 +21,7 @@ from vllm_nvmeof_offload.commands import print_json, wide_console
 from vllm_nvmeof_offload.commands.doctor import host, judge
 from vllm_nvmeof_offload.commands.doctor.host import Nic, Places
 from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, Progress, measure
+from vllm_nvmeof_offload.errors import install_extra
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity, error, ok, worst
 from vllm_nvmeof_offload.fabric.machine import Machine, judge_gpus, read_machine
 from vllm_nvmeof_offload.fabric.topology import (
@@ -122,7 +123,7 @@ def _ask_peers(
     try:
         from vllm_nvmeof_offload.commands.doctor.peers import ask_all, check_transport, judge_answer
     except ImportError as failure:
-        return [], [error("peers", str(failure), "pip install 'vllm-nvmeof-offload[peers]'")]
+        return [], [error("peers", str(failure), install_extra("peers"))]
     answers = list(ask_all(addresses, secret))
     return [asdict(one) for one in answers], [check_transport(), *map(judge_answer, answers)]
 

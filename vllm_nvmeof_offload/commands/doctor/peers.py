@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import zmq
 
+from vllm_nvmeof_offload.errors import install_extra
 from vllm_nvmeof_offload.fabric.findings import Finding, ok, warning
 from vllm_nvmeof_offload.peers.server import host_and_port
 from vllm_nvmeof_offload.peers.session import (
@@ -152,6 +153,6 @@ def check_transport() -> Finding:
     if not why_not:
         return ok("peer_transport", "RDMA with peers that support RDMA, else messages")
     if has_rdma():
-        remedy = "pip install 'vllm-nvmeof-offload[peers]' on both sides"
+        remedy = f"{install_extra('peers')} on both sides"
         return warning("peer_transport", f"{why_not}; peers send chunks in messages", remedy)
     return ok("peer_transport", f"{why_not}; peers send chunks in messages")
