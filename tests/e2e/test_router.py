@@ -1,19 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The router example before two real servers that share: equal tokens, and each does its part."""
+"""Our router and vLLM's before two real servers that share: equal tokens, each does its part."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 
+import httpx
 import pytest
 from vllm_nvmeof_bench.servers.client import Answer, Client
 from vllm_nvmeof_bench.servers.router import RunningRouter, dual_path_router
-from vllm_nvmeof_bench.servers.server import Server
+from vllm_nvmeof_bench.servers.server import ReservedPort, Server
 
 from tests.e2e import faults_rig as rig
+from tests.wait import wait_until
 
+ROOT = Path(__file__).resolve().parents[2]
+#: The router of the package index that this test was seen to pass with.
+ROUTER = "vllm-router==0.1.17"
 PROMPT_TOKENS = "vllm:prompt_tokens_total"
 LOADED = "vllm:nvmeof_loaded_tokens_total"
 #: Read queues are polled every 100 ms: with so slow a link some poll sees one.
@@ -42,6 +50,14 @@ def ask_at_once(url: str, prompts: Sequence[Sequence[int]]) -> list[Answer]:
     return asyncio.run(run())
 
 
+def ask_in_turn(url: str, prompts: Sequence[Sequence[int]]) -> list[Answer]:
+    async def run() -> list[Answer]:
+        async with Client(url) as client:
+            return [await client.complete(prompt, rig.ANSWER_TOKENS) for prompt in prompts]
+
+    return asyncio.run(run())
+
+
 def test_a_crowd_is_answered_by_both_servers_and_loads_on_both(servers: list[Server]) -> None:
     reference = rig.reference()
     asked = sum(map(len, reference.prompts))
@@ -60,3 +76,37 @@ def test_a_crowd_is_answered_by_both_servers_and_loads_on_both(servers: list[Ser
         assert rig.same(ask_at_once(router.url, reference.prompts), reference.answers)
         for one, then in zip(servers, before, strict=True):
             assert rig.grown(one, then, LOADED) > 0
+
+
+@pytest.mark.parametrize("policy", ["cache_aware", "round_robin"])
+def test_vllms_own_router_needs_nothing_of_ours(servers: list[Server], policy: str) -> None:
+    """In turn, an odd number of prompts meets the other server the second time, which loads what
+    the first one has stored. The policy of examples/router sends them to the same server."""
+    flags = f"--policy {policy}"
+    if policy == "cache_aware":
+        assert flags in (ROOT / "examples" / "router" / "README.md").read_text()
+    tool = [str(Path(sys.executable).with_name("uv")), "tool", "run", "--quiet", "--from", ROUTER]
+    if subprocess.run([*tool, "vllm-router", "--help"], capture_output=True).returncode:
+        pytest.skip(f"{ROUTER} cannot be had here")
+    asked = rig.prompts(seed=len(policy), count=6)[:5]
+    with ReservedPort() as unused:
+        figures = ["--prometheus-port", str(unused.number)]
+    urls = [one.url for one in servers]
+    command = [*tool, "vllm-router", "--worker-urls", *urls, *flags.split(), *figures]
+    with RunningRouter(command, rig.BUILD / "logs" / f"vllm-router-{policy}.log") as router:
+        wait_until("the router", lambda: httpx.get(f"{router.url}/health").is_success)
+        first = ask_in_turn(router.url, asked)
+        for one in servers:
+            rig.settle(one)
+            rig.forget_gpu(one)
+        before = [rig.metrics(one) for one in servers]
+        assert rig.same(ask_in_turn(router.url, asked), first)
+    loaded = {
+        source: sum(
+            rig.grown(one, then, LOADED, source=source)
+            for one, then in zip(servers, before, strict=True)
+        )
+        for source in ("cpu", "pool", "shared")
+    }
+    assert sum(loaded.values()) > sum(map(len, asked)) / 2
+    assert (loaded["shared"] > 0) == (policy == "round_robin")

@@ -167,3 +167,19 @@ def test_a_signal_ends_the_suite_that_runs_and_starts_no_other(
     assert (make.here / "interrupted").read_text().split() == ["clocks"]
     assert make.started() == ["fast", "clocks"]
     assert f"{number.name} ended clocks; not run: e2e" in output
+
+
+def test_a_python_that_is_not_here_is_named_before_a_wheel_is_removed(tmp_path: Path) -> None:
+    kept = tmp_path / "vllm_nvmeof_offload-1.whl"
+    kept.touch()
+    done = subprocess.run(
+        ["bash", "tools/wheel.sh", sys.prefix, str(tmp_path)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONS": "3.99"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1
+    assert "PYTHONS: no Python 3.99 here" in done.stderr
+    assert kept.exists()
