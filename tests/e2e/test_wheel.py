@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,6 +126,33 @@ def test_a_server_from_the_wheel_by_the_examples_script_and_policy(
         assert now.value("vllm:nvmeof_loaded_tokens_total", source="pool") > 0
         assert now.value("vllm:nvmeof_fallbacks") == 0
     assert victims.read_text().split(), "the user's policy chose no victim"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+def test_each_wheel_runs_in_its_python_without_vllm(tmp_path: Path) -> None:
+    """`make wheel` as a user runs it: a wheel for each Python that is here."""
+    dist = tmp_path / "dist"
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONS"}
+    command = ["bash", "tools/wheel.sh", sys.prefix, str(dist)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=3000)
+    assert done.returncode == 0, done.stderr[-3000:]
+    wheels = sorted(dist.glob("*.whl"))
+    assert done.stdout.count(".whl\n") == len(wheels) >= 1
+    for wheel in wheels:
+        (version,) = re.findall(r"-cp3(\d+)-cp3\d+-", wheel.name)
+        prefix = tmp_path / version
+        python = f"3.{version}"
+        for words in (
+            ["venv", "--quiet", "--python", python, prefix],
+            ["pip", "install", "--quiet", "--python", prefix / "bin" / "python", wheel],
+        ):
+            subprocess.run([wheel_rig.UV, *words], check=True, timeout=600)
+        made = Environment(prefix, wheel)
+        example = ROOT / "examples" / "01_roundtrip.py"
+        assert "every byte is correct" in made.run("python", example, tmp_path / f"pool-{version}")
+        assert "vllm not installed" in made.run("vllm-nvmeof", "version")
+        assert made.run("python", "-V").startswith(f"Python {python}.")
 
 
 @pytest.mark.soak

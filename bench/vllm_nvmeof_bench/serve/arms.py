@@ -103,7 +103,8 @@ class ServerSettings:
     arms: tuple[str, ...] = arms_option("none", "full", "pool", "peer_full", "peer")
     base_urls: tuple[str, ...] = option(
         (),
-        "Measure this server instead: NAME=http://HOST:PORT. Repeatable.",
+        "Measure this server instead: NAME=http://HOST:PORT. Repeatable. Start the server with "
+        "VLLM_SERVER_DEV_MODE=1, or its figures include hits in GPU memory.",
         recorded=False,
         flag="--base-url",
         repeated=True,
