@@ -199,9 +199,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("build"), help="directory of the archive")
     given = parser.parse_args()
     if not given.wheel.is_file():
-        parser.error(
-            f"{given.wheel} does not exist: PYTHONS={given.python} make wheel"
-        )
+        parser.error(f"{given.wheel} does not exist: PYTHONS={given.python} make wheel")
     if f"cp{given.python.replace('.', '')}-" not in given.wheel.name:
         parser.error(f"{given.wheel.name} is not for Python {given.python}")
     build(Plan(given.wheel, given.arch, given.python, given.out))
