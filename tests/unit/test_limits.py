@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,13 +16,17 @@ from types import SimpleNamespace
 
 import pytest
 
+from vllm_nvmeof_offload.commands.doctor.host import check_target
 from vllm_nvmeof_offload.config import check_space, check_targets, parse_config
 from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.fabric.findings import Severity
 from vllm_nvmeof_offload.limits import memory_bytes, memory_left_bytes, space_bytes
 from vllm_nvmeof_offload.staging import Staging, populate
 from vllm_nvmeof_offload.units import GIB, MIB
 
 LIMIT_BYTES = 300 * MIB
+#: The ioctl EXT4_IOC_SHUTDOWN: every later operation fails with EIO, as after a lost device.
+EXT4_SHUTDOWN = 0x8004587D
 
 #: In the group: what the defaults and the checks are then, and a start that does not fit.
 CHILD = """
@@ -164,6 +170,33 @@ def test_a_mounted_directory_of_another_file_system_needs_permission(tmp_path: P
             subprocess.run(["umount", bound], check=True)
     finally:
         shutil.rmtree(place)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_doctor_and_a_start_refuse_a_mounted_file_system_that_has_died(tmp_path: Path) -> None:
+    image, target = tmp_path / "image", tmp_path / "kv"
+    target.mkdir()
+    with image.open("wb") as file:
+        file.truncate(64 << 20)
+    for command in (["mkfs.ext4", "-q", image], ["mount", "-o", "loop", image, target]):
+        try:
+            subprocess.run(command, check=True, capture_output=True)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no loop device here: {error}")
+    try:
+        assert Severity.ERROR not in {one.severity for one in check_target(str(target))}
+        fd = os.open(target, os.O_RDONLY)
+        try:
+            fcntl.ioctl(fd, EXT4_SHUTDOWN, struct.pack("I", 2))
+        finally:
+            os.close(fd)
+        (finding,) = check_target(str(target))
+        assert finding.severity is Severity.ERROR
+        assert "cannot be written (Input/output error)" in finding.evidence
+        with pytest.raises(ConfigError, match="cannot be written"):
+            check_targets(parse_config({"targets": str(target)}, {}))
+    finally:
+        subprocess.run(["umount", target], check=True)
 
 
 def test_a_target_on_the_root_file_system_needs_permission(tmp_path: Path) -> None:
