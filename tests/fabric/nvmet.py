@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real NVMe/TCP fabric within the guest's one kernel, and the knobs that break it.
+"""A real NVMe/TCP or NVMe/RDMA fabric within the guest's one kernel, and the knobs that break it.
 
-The target (nvmet-tcp) listens in a separate network namespace; two veth pairs are the two
-paths to it. Its namespaces are on device-mapper devices over RAM disks, so that a test can
-hang or slow the medium. The initiator is the kernel's nvme-tcp with native multipath.
+Two veth pairs are the two paths to the target. Its namespaces are on device-mapper devices over
+RAM disks, so that a test can hang, slow or break the medium. The initiator is the kernel's, with
+native multipath. RDMA is soft-RoCE: RoCE v2 packets, made in software, over the same veth pairs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PATHS = (1, 2)
 PORT = 4420
 IO_QUEUES = 2
 #: Programs that scenarios start.
-PROGRAMS = ("dmsetup", "ln", "mkfs.xfs", "mount", "nsenter", "umount")
+PROGRAMS = ("dmsetup", "ln", "mkfs.xfs", "mount", "nsenter", "tc", "umount")
 APPEAR_S_MAX = 20.0
 
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1
@@ -73,12 +73,10 @@ def take_into_memory(*programs: str) -> None:
         os.utime(place)  # any change makes overlayfs copy the whole file up
 
 
-class Fabric:
-    """Target and initiator. Namespace n is the disk `disk<n>` over /dev/ram<n - 1>."""
+class TcpLinks:
+    """Two veth pairs from `near<path>` to `far<path>`, which is in the namespace "target"."""
 
     def __init__(self) -> None:
-        """Set up links, disks, subsystem, namespaces 1 and 2, and one port per path."""
-        take_into_memory(*PROGRAMS)
         run("ip", "netns", "add", "target")
         for path in PATHS:
             near, far = f"near{path}", f"far{path}"
@@ -87,6 +85,68 @@ class Fabric:
             run("ip", "link", "set", near, "up")
             run("ip", "-n", "target", "addr", "add", f"10.99.{path}.2/24", "dev", far)
             run("ip", "-n", "target", "link", "set", far, "up")
+
+    #: What runs a command in the target's network.
+    in_target: tuple[str, ...] = ("nsenter", "--net=/run/netns/target")
+
+    def cut(self, path: int) -> None:
+        set_link(f"near{path}", up=False)
+
+    def mend(self, path: int) -> None:
+        set_link(f"near{path}", up=True)
+
+
+class RdmaLinks:
+    """The same pairs with a soft-RoCE device on each end: `rnear<path>` and `rfar<path>`.
+
+    Linux 6.1 sends the packets of each such device from the first network namespace only. So both
+    ends are in it, and rules keep packets between them from taking the loopback interface.
+    """
+
+    #: Leaves room for an RDMA MTU of 4096.
+    MTU = 4200
+    in_target: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        for path in PATHS:
+            near, far = f"near{path}", f"far{path}"
+            run("ip", "link", "add", near, "type", "veth", "peer", far)
+            for name, number, other in ((near, 1, 2), (far, 2, 1)):
+                # The source of what arrives is an address of this host, too.
+                _put(Path(f"/proc/sys/net/ipv4/conf/{name}/accept_local"), "1")
+                run("ip", "rule", "add", "pref", "1", "iif", name, "lookup", "local")
+                run("ip", "link", "set", name, "mtu", str(self.MTU), "up")
+                ours, theirs = f"10.99.{path}.{number}", f"10.99.{path}.{other}"
+                run("ip", "addr", "add", f"{ours}/32", "dev", name)
+                run("ip", "route", "add", theirs, "dev", name, "src", ours)
+                run("rdma", "link", "add", f"r{name}", "type", "rxe", "netdev", name)
+        run("ip", "rule", "add", "pref", "2", "to", "10.99.0.0/16", "lookup", "main")
+        run("ip", "rule", "add", "pref", "3", "lookup", "local")
+        run("ip", "rule", "del", "pref", "0")
+
+    def cut(self, path: int) -> None:
+        for name in (f"near{path}", f"far{path}"):
+            run("tc", "qdisc", "replace", "dev", name, "root", "netem", "loss", "100%")
+
+    def mend(self, path: int) -> None:
+        for name in (f"near{path}", f"far{path}"):
+            with suppress(AssertionError):  # it is not cut
+                run("tc", "qdisc", "del", "dev", name, "root")
+
+
+LINKS: dict[str, type[TcpLinks | RdmaLinks]] = {"tcp": TcpLinks, "rdma": RdmaLinks}
+
+
+class Fabric:
+    """Target and initiator. Namespace n is the disk `disk<n>` over /dev/ram<n - 1>.
+
+    transport: "tcp" or "rdma".
+    """
+
+    def __init__(self, transport: str = "tcp") -> None:
+        """Set up links, disks, subsystem, namespaces 1 and 2, and one port per path."""
+        take_into_memory(*PROGRAMS)
+        self.transport, self.links = transport, LINKS[transport]()
         SUBSYSTEM.mkdir()
         _put(SUBSYSTEM / "attr_allow_any_host", "1")
         _put(SUBSYSTEM / "attr_serial", "FABRICTEST")
@@ -96,7 +156,7 @@ class Fabric:
         for path in PATHS:
             port = NVMET / "ports" / str(path)
             port.mkdir()
-            _put(port / "addr_trtype", "tcp")
+            _put(port / "addr_trtype", transport)
             _put(port / "addr_adrfam", "ipv4")
             _put(port / "addr_traddr", address(path))
             _put(port / "addr_trsvcid", str(PORT))
@@ -117,7 +177,7 @@ class Fabric:
     def add_port(self, path: int) -> None:
         """Offer the subsystem on this path; the symlink is made in the target's network."""
         place = NVMET / "ports" / str(path) / "subsystems" / NQN
-        run("nsenter", "--net=/run/netns/target", "ln", "-s", str(SUBSYSTEM), str(place))
+        run(*self.links.in_target, "ln", "-s", str(SUBSYSTEM), str(place))
 
     def remove_port(self, path: int) -> None:
         (NVMET / "ports" / str(path) / "subsystems" / NQN).unlink()
@@ -149,12 +209,16 @@ class Fabric:
 
     def slow_disk(self, number: int, delay_ms: int, *, create: bool = False) -> None:
         """Make every operation on a disk take at least `delay_ms`."""
-        below = f"/dev/ram{number - 1}"
+        target, place = "delay" if delay_ms else "linear", f"/dev/ram{number - 1} 0"
+        self._map_disk(number, f"{target} {place} {delay_ms or ''}", create=create)
+
+    def break_disk(self, number: int) -> None:
+        """Make every operation on a disk fail, until `slow_disk`."""
+        self._map_disk(number, "error")
+
+    def _map_disk(self, number: int, target: str, *, create: bool = False) -> None:
         sectors = int((Path("/sys/block") / f"ram{number - 1}" / "size").read_text())
-        table = f"0 {sectors} delay {below} 0 {delay_ms}"
-        if delay_ms == 0:
-            table = f"0 {sectors} linear {below} 0"
-        name = f"disk{number}"
+        name, table = f"disk{number}", f"0 {sectors} {target}"
         if create:
             run("dmsetup", "create", name, "--table", table)
             return
@@ -172,13 +236,13 @@ class Fabric:
     # -- the links --------------------------------------------------------------------
 
     def cut(self, *paths: int) -> None:
-        """Take links down: packets on them are lost without an error."""
+        """Cut links: packets on them are lost without an error."""
         for path in paths:
-            set_link(f"near{path}", up=False)
+            self.links.cut(path)
 
     def mend(self, *paths: int) -> None:
         for path in paths:
-            set_link(f"near{path}", up=True)
+            self.links.mend(path)
 
     def limit(self, path: int, bytes_per_s: int) -> None:
         """Let a link move so much towards the initiator, and lose nothing of what waits."""
@@ -197,7 +261,7 @@ class Fabric:
         given = {key: value for key, value in asdict(timeouts).items() if value is not None}
         for path in paths:
             options = {
-                "transport": "tcp",
+                "transport": self.transport,
                 "traddr": address(path),
                 "trsvcid": PORT,
                 "nqn": NQN,

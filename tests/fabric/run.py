@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plays scenarios in the guest: `python -m tests.fabric.run RESULT.json NAME:ENGINE...`."""
+"""Plays scenarios in the guest: `python -m tests.fabric.run RESULT.json NAME:ENGINE...`.
+
+`NAME:ENGINE:rdma` is the same scenario on NVMe/RDMA; one boot has one transport.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,8 @@ def main() -> None:
     """Play the scenarios in order; the result file is rewritten after each."""
     result, *wanted = sys.argv[1:]
     found: dict[str, Any] = {}
-    fabric = Fabric()
+    (transport,) = {each.split(":")[2] if each.count(":") == 2 else "tcp" for each in wanted}
+    fabric = Fabric(transport)
     for each in wanted:
         print(f"=== {each}", flush=True)
         found[each] = play(fabric, each)
@@ -33,9 +37,9 @@ def main() -> None:
 
 
 def play(fabric: Fabric, each: str) -> dict[str, Any]:
-    """Play NAME:ENGINE; return its entry of the report."""
-    name, _, engine = each.partition(":")
-    stage = Stage(fabric, engine or "uring")
+    """Play NAME:ENGINE or NAME:ENGINE:rdma; return its entry of the report."""
+    name, engine, *_ = each.split(":")
+    stage = Stage(fabric, engine)
     failure = ""
     try:
         SCENARIOS[name](stage)

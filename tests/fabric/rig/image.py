@@ -25,6 +25,7 @@ MODULES = (
     *("nvme_core", "nvme_fabrics", "nvme_tcp", "nvmet", "nvmet_tcp"),
     *("veth", "sch_tbf", "sch_netem"),
     *("nfsd", "nfsv4"),
+    *("crc32_generic", "rdma_rxe", "ib_uverbs", "nvme_rdma", "nvmet_rdma"),
 )
 INIT = Path(__file__).with_name("init.sh")
 DEPMOD_TIMEOUT_S = 120

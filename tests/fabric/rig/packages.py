@@ -16,12 +16,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-#: Packages besides the kernel: the emulator, tools for the initramfs, programs of the scenarios.
-TOOLS = ("qemu-system-x86", "busybox-static", "kmod", "xfsprogs", "iproute2", "dmsetup")
+#: Packages besides the kernel: the emulator, tools for the initramfs, programs of the scenarios, and
+#: the library that lets a process use soft-RoCE.
+TOOLS = (
+    *("qemu-system-x86", "busybox-static", "kmod", "xfsprogs", "iproute2", "dmsetup"),
+    "ibverbs-providers",
+)
 KERNEL = "linux-image-amd64"
 APT_TIMEOUT_S = 600
 #: Change it with the set of packages or their unpacking: the cache is then filled again.
-EDITION = "1"
+EDITION = "2"
 
 
 class RigUnavailableError(Exception):

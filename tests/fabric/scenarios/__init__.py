@@ -25,6 +25,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "default-timeouts": outages.default_timeouts,
     "huge-pages-written": devices.huge_pages_written,
     "namespace-disabled": devices.namespace_disabled,
+    "medium-fails": devices.medium_fails,
     "medium-hangs": devices.medium_hangs,
     "medium-hangs-past-io-timeout": devices.medium_hangs_past_io_timeout,
     "caches-apart": clients.caches_apart,
@@ -37,7 +38,8 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "disconnected-while-mounted": devices.disconnected_while_mounted,
 }
 
-#: Two guests run at a time, with one processor each and similar duration. Entries: NAME:ENGINE.
+#: The guests run at a time, with one processor each and similar duration. Entries: NAME:ENGINE on
+#: NVMe/TCP, NAME:ENGINE:rdma on NVMe/RDMA.
 BOOTS: tuple[tuple[str, ...], ...] = (
     (
         "fabric-discovered:none",
@@ -49,6 +51,7 @@ BOOTS: tuple[tuple[str, ...], ...] = (
         "controller-reset:uring",
         "all-lost-briefly:uring",
         "all-lost-past-ctrl-loss:threads",
+        "medium-fails:uring",
         "medium-hangs:uring",
         "one-of-two-hangs:uring",
         "one-of-two-hangs:threads",
@@ -68,5 +71,23 @@ BOOTS: tuple[tuple[str, ...], ...] = (
         "leased-region-of-killed-owner:uring",
         "leased-region-of-stopped-owner:uring",
         "leased-region-taken-over:uring",
+    ),
+    (
+        "fabric-discovered:none:rdma",
+        "path-lost:uring:rdma",
+        "port-removed:uring:rdma",
+        "ana-change:uring:rdma",
+        "controller-reset:uring:rdma",
+        "all-lost-briefly:uring:rdma",
+        "all-lost-past-fast-io-fail:uring:rdma",
+        "all-lost-past-ctrl-loss:uring:rdma",
+        "all-lost-past-ctrl-loss:threads:rdma",
+        "medium-fails:uring:rdma",
+        "medium-hangs:uring:rdma",
+        "medium-hangs-past-io-timeout:uring:rdma",
+        "namespace-disabled:uring:rdma",
+        "one-of-two-hangs:uring:rdma",
+        "killed-while-lost:uring:rdma",
+        "disconnected-while-mounted:uring:rdma",
     ),
 )

@@ -63,6 +63,27 @@ def namespace_disabled(stage: Stage) -> None:
     stage.finish_load()
 
 
+def medium_fails(stage: Stage) -> None:
+    """Every operation on the target's device fails for a while: errors and misses, then recovery."""
+    (target,) = stage.connect(Timeouts())
+    stage.load(target)
+    stage.pass_time(1)
+    stage.record("the target's device fails")
+    failed_s = time.monotonic()
+    stage.fabric.break_disk(1)
+    stage.until_verdict("suspect", "gone", within_s=5)
+    stage.pass_time(3)
+    stage.record(f"outcomes since: {stage.counts(failed_s)}")
+    stage.record("the target's device works again")
+    stage.fabric.slow_disk(1, 0)
+    stage.pass_time(3)
+    if stage.verdict() == "gone":
+        stage.remount()
+    stage.until_verdict("ok", within_s=30)
+    stage.recovers(within_s=3)
+    stage.finish_load()
+
+
 def medium_hangs(stage: Stage) -> None:
     """The target's device hangs for a while: no operation ends, and no path is lost."""
     _hang(stage, 10)

@@ -29,7 +29,7 @@ def fabric_discovered(stage: Stage) -> None:
     controllers = sorted(subsystem["controllers"], key=lambda one: one["traddr"])
     for path, controller in enumerate(controllers, start=1):
         where = (controller["transport"], controller["traddr"], controller["trsvcid"])
-        stage.equal(f"path {path}", where, ("tcp", address(path), str(PORT)))
+        stage.equal(f"path {path}", where, (stage.fabric.transport, address(path), str(PORT)))
         stage.equal("host", controller["hostnqn"], HOST_NQN)
         found = tuple(
             controller[key]
