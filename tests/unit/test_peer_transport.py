@@ -19,12 +19,12 @@ from vllm_nvmeof_offload.peers.transport import has_rdma, why_no_pulls
     ("state", "in_use"), [("4: ACTIVE", True), ("1: DOWN", False), ("2: INIT", False)]
 )
 def test_a_port_that_is_not_active_is_no_rdma(tmp_path: Path, state: str, in_use: bool) -> None:
-    assert not has_rdma(tmp_path)
-    port = tmp_path / "mlx5_0" / "ports" / "1"
+    assert not has_rdma(str(tmp_path))
+    port = tmp_path / "class" / "infiniband" / "mlx5_0" / "ports" / "1"
     port.mkdir(parents=True)
-    assert not has_rdma(tmp_path)
+    assert not has_rdma(str(tmp_path))
     (port / "state").write_text(state + "\n")
-    assert has_rdma(tmp_path) == in_use
+    assert has_rdma(str(tmp_path)) == in_use
 
 
 @pytest.mark.parametrize(

@@ -25,13 +25,12 @@ import subprocess
 import uuid
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from vllm_nvmeof_offload.child import child_command
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.fabric.topology import read_text
+from vllm_nvmeof_offload.fabric.rdma import ACTIVE, read_rdma_ports
 from vllm_nvmeof_offload.peers.base import SlotMemory
 
 #: Set before NIXL's first import. UCX keeps registered memory until this many regions wait to be
@@ -43,10 +42,9 @@ _DRAM = "DRAM"
 _UCX_CONFIG = "TLS=^tcp"
 
 
-def has_rdma(devices: Path = Path("/sys/class/infiniband")) -> bool:
+def has_rdma(sysfs: str = "/sys") -> bool:
     """Return whether this machine has an active RDMA port; a device alone is not enough."""
-    states = devices.glob("*/ports/*/state")  # such as "4: ACTIVE"
-    return any("ACTIVE" in (read_text(str(one)) or "") for one in states)
+    return any(port.state == ACTIVE for port in read_rdma_ports(sysfs))
 
 
 class TransportError(EngineError):

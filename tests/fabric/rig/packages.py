@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-#: Packages besides the kernel: the emulator, tools for the initramfs, programs of the scenarios, and
-#: the library that lets a process use soft-RoCE.
+#: Packages besides the kernel: the emulator, tools for the initramfs, programs of the scenarios,
+#: and the library that lets a process use soft-RoCE.
 TOOLS = (
     *("qemu-system-x86", "busybox-static", "kmod", "xfsprogs", "iproute2", "dmsetup"),
     "ibverbs-providers",

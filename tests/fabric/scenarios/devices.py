@@ -64,7 +64,7 @@ def namespace_disabled(stage: Stage) -> None:
 
 
 def medium_fails(stage: Stage) -> None:
-    """Every operation on the target's device fails for a while: errors and misses, then recovery."""
+    """Every operation on the target's device fails for a while, and then succeeds again."""
     (target,) = stage.connect(Timeouts())
     stage.load(target)
     stage.pass_time(1)
@@ -73,7 +73,11 @@ def medium_fails(stage: Stage) -> None:
     stage.fabric.break_disk(1)
     stage.until_verdict("suspect", "gone", within_s=5)
     stage.pass_time(3)
-    stage.record(f"outcomes since: {stage.counts(failed_s)}")
+    counts = stage.counts(failed_s)
+    stage.record(f"outcomes since: {counts}")
+    for kind in ("load", "write"):
+        failed = [what for what in counts if what.startswith(f"{kind} miss: io_error(")]
+        stage.check(bool(failed), f"a {kind} ends with the device's error")
     stage.record("the target's device works again")
     stage.fabric.slow_disk(1, 0)
     stage.pass_time(3)

@@ -15,9 +15,11 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_numa,
     judge_paths,
     judge_pcie,
+    judge_rdma,
 )
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity
 from vllm_nvmeof_offload.fabric.machine import Gpu, Machine
+from vllm_nvmeof_offload.fabric.rdma import read_rdma_ports, roce_payload_bytes
 
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
 MACHINE = Machine({0: frozenset({0, 1}), 1: frozenset({2, 3})}, frozenset({0}), (), (6, 12), "6.12")
@@ -259,3 +261,62 @@ def test_the_kernel(
     assert found.severity is severity
     assert evidence in found.evidence
     assert ("or later" in found.remedy) == (severity is WARNING)
+
+
+#: As the kernel writes a GID with an IPv4 address, here 10.0.0.1, and a link-local one.
+GID_V4 = "0000:0000:0000:0000:0000:ffff:0a00:0001"
+GID_V6 = "fe80:0000:0000:0000:cc14:f8ff:feb5:de07"
+
+
+def judged_rdma(tree: Tree, *, mtu: str = "9000", **attributes: str) -> dict[str, Finding]:
+    """The findings on one path of NVMe/RDMA by eth0."""
+    tree.write(tree.nic("eth0"), {"mtu": mtu})
+    given = {"transport": "rdma", "address": "traddr=10.0.0.2,host_iface=eth0", **attributes}
+    one_path(tree, **given)
+    fabric = tree.discover()
+    ports = read_rdma_ports(str(tree.sysfs))
+    return {one.check: one for one in judge_rdma(fabric, nics_of(fabric, tree.net), ports)}
+
+
+def test_a_good_rdma_path_has_its_port_gid_and_mtu_named(tree: Tree) -> None:
+    tree.rdma_port("rocep1", "eth0", GID_V6, f"{GID_V4}/IB/RoCE v1", GID_V4)
+    found = judged_rdma(tree)
+    assert {one.severity for one in found.values()} == {OK}
+    assert "rocep1/1 on eth0 ACTIVE" in found["rdma_port"].evidence
+    assert "GID 3 (10.0.0.1, RoCE v2)" in found["rdma_gid"].evidence
+    assert "carries 4096 bytes" in found["rdma_mtu"].evidence
+
+
+@pytest.mark.parametrize(
+    ("check", "port", "mtu", "says"),
+    [
+        ("rdma_port", ("eth0", GID_V4), "9000", "eth0 DOWN"),
+        ("rdma_port", ("eth1", GID_V4), "9000", "no RoCE port"),
+        ("rdma_gid", ("eth0", GID_V6), "9000", "only fe80::cc14:f8ff:feb5:de07 (RoCE v2)"),
+        ("rdma_gid", ("eth0", f"{GID_V4}/IB/RoCE v1"), "9000", "only 10.0.0.1 (IB/RoCE v1)"),
+        ("rdma_mtu", ("eth0", GID_V4), "1500", "carries 1024 bytes"),
+    ],
+    ids=["down", "elsewhere", "link-local", "v1", "small"],
+)
+def test_what_slows_or_breaks_rdma_is_a_warning(
+    tree: Tree, check: str, port: tuple[str, str], mtu: str, says: str
+) -> None:
+    tree.rdma_port("rocep1", *port, state="1: DOWN" if "DOWN" in says else "4: ACTIVE")
+    found = judged_rdma(tree, mtu=mtu)
+    assert [name for name, one in found.items() if one.severity is WARNING] == [check]
+    assert says in found[check].evidence
+    assert found[check].remedy
+
+
+@pytest.mark.parametrize("transport", ["tcp", "rdma"])
+def test_infiniband_and_tcp_have_no_findings_on_roce(tree: Tree, transport: str) -> None:
+    gids = [GID_V4] if transport == "tcp" else []  # an InfiniBand port's name no interface
+    tree.rdma_port("mlx5_0", "eth0", *gids)
+    assert judged_rdma(tree, transport=transport) == {}
+
+
+@pytest.mark.parametrize(
+    ("mtu", "carried"), [(9000, 4096), (4192, 4096), (4191, 2048), (1500, 1024), (68, 0)]
+)
+def test_a_roce_packet_carries_a_power_of_two(mtu: int, carried: int) -> None:
+    assert roce_payload_bytes(mtu) == carried

@@ -125,6 +125,18 @@ class Tree:
         self.link(f"class/net/{name}", directory)
         return directory
 
+    def rdma_port(self, device: str, interface: str, *gids: str, state: str = "4: ACTIVE") -> Path:
+        """A port with GIDs from index 1 on, each as ADDRESS or ADDRESS/TYPE; 0 is not set."""
+        port = self.sysfs / "class/infiniband" / device / "ports/1"
+        self.write(port, {"state": state, "gids/0": "0000:0000:0000:0000:0000:0000:0000:0000"})
+        (port / "gid_attrs/ndevs").mkdir(parents=True)
+        for index, gid in enumerate(gids, 1):
+            address, _, kind = gid.partition("/")
+            attributes = {f"ndevs/{index}": interface, f"types/{index}": kind or "RoCE v2"}
+            self.write(port, {f"gids/{index}": address})
+            self.write(port / "gid_attrs", attributes)
+        return port
+
     def route(self, name: str, network: str, mask: str = "00FFFFFF") -> None:
         """network, mask: as the kernel writes them on a little-endian machine."""
         line = f"{name}\t{network}\t00000000\t0001\t0\t0\t0\t{mask}\t0\t0\t0\n"

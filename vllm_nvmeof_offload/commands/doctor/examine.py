@@ -24,6 +24,7 @@ from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, 
 from vllm_nvmeof_offload.errors import install_extra
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity, error, ok, worst
 from vllm_nvmeof_offload.fabric.machine import Machine, judge_gpus, read_machine
+from vllm_nvmeof_offload.fabric.rdma import read_rdma_ports
 from vllm_nvmeof_offload.fabric.topology import (
     LIVE,
     OFF,
@@ -152,6 +153,7 @@ def examine_target(
     allowed = host.link_bytes_per_s(fabric, nics)
     findings = [
         *judge.judge_paths(fabric),
+        *judge.judge_rdma(fabric, nics, read_rdma_ports(places.sysfs)),
         *judge.judge_mount(fabric),
         *judge.judge_pcie(fabric, nics),
         *judge.judge_numa(fabric, nics, machine),

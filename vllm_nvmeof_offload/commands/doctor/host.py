@@ -294,6 +294,7 @@ class Nic:
     name: str
     speed_mbps: int | None
     cards: tuple[PcieLink, ...]
+    mtu: int | None = None
 
 
 def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
@@ -313,7 +314,9 @@ def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
             # A veth pair or a tap device claims 10 Gb/s whatever its real rate.
             speed = read_number(directory, "speed") if hardware else None
             cards = [read_pcie_link(os.path.join(one, "device")) for one in hardware]
-            found[controller.name] = Nic(name, speed, tuple(filter(None, cards)))
+            found[controller.name] = Nic(
+                name, speed, tuple(filter(None, cards)), read_number(directory, "mtu")
+            )
     return found
 
 

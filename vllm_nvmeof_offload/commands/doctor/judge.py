@@ -6,11 +6,13 @@ All functions are pure. `examine` puts the target's name into each finding about
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import ipaddress
+from collections.abc import Iterator, Sequence
 
 from vllm_nvmeof_offload.commands.doctor.host import Nic
 from vllm_nvmeof_offload.fabric.findings import Finding, error, ok, warning
 from vllm_nvmeof_offload.fabric.machine import Machine
+from vllm_nvmeof_offload.fabric.rdma import ACTIVE, ROCE_V2, Gid, RdmaPort, roce_payload_bytes
 from vllm_nvmeof_offload.fabric.topology import (
     LIVE,
     OFF,
@@ -24,6 +26,8 @@ from vllm_nvmeof_offload.fabric.topology import (
 #: Values that the remedies propose: seconds until I/O fails after every path is lost, and until the
 #: kernel gives up the controller. Reads have deadlines; these settings free buffers and processes.
 _FAST_IO_FAIL_S, _CTRL_LOSS_S = 5, 600
+#: The bytes of a RoCE packet, without headers, that an Ethernet MTU should allow.
+_ROCE_PAYLOAD_BYTES = 4096
 #: ANA states in which I/O is possible; an unknown state counts as one.
 _OPEN = (None, OPTIMIZED, "non-optimized")
 
@@ -165,6 +169,67 @@ def _judge_fast_io_fail(controllers: list[Controller]) -> Finding:
         f"--fast_io_fail_tmo={_FAST_IO_FAIL_S} --ctrl-loss-tmo={_CTRL_LOSS_S}"
     )
     return warning("fast_io_fail_tmo", evidence, remedy)
+
+
+def judge_rdma(
+    fabric: TargetFabric, nics: dict[str, Nic], ports: Sequence[RdmaPort]
+) -> Iterator[Finding]:
+    """Judge the RDMA port, the GID and the MTU of each NVMe/RDMA path whose interface is known."""
+    for controller in fabric.controllers:
+        nic = nics.get(controller.name)
+        if controller.transport != "rdma" or nic is None:
+            continue
+        gids = [(port, gid) for port in ports for gid in port.on(nic.name)]
+        if not gids:
+            evidence = f"{controller.name} uses {nic.name}, on which there is no RoCE port"
+            remedy = (
+                "name an interface of a RoCE card: nvme connect … --host-iface; see `rdma link`"
+            )
+            # The GIDs of an InfiniBand port name no interface.
+            if any(port.gids for port in ports):
+                yield warning("rdma_port", evidence, remedy)
+            continue
+        port = gids[0][0]
+        shown = f"{controller.name}: {port.device}/{port.number} on {nic.name} {port.state}"
+        if port.state in (ACTIVE, None):
+            yield ok("rdma_port", shown)
+        else:
+            yield warning("rdma_port", shown, "check the cable and the switch; see `rdma link`")
+        yield _judge_gid(controller, [gid for _, gid in gids], port)
+        yield from _judge_roce_mtu(controller, nic)
+
+
+def _judge_gid(controller: Controller, gids: list[Gid], port: RdmaPort) -> Finding:
+    is_v6 = ":" in (controller.traddr or "")
+    family = ipaddress.IPv6Address if is_v6 else ipaddress.IPv4Address
+    fitting = [
+        gid
+        for gid in gids
+        if gid.kind == ROCE_V2 and isinstance(gid.address, family) and not gid.address.is_link_local
+    ]
+    if fitting:
+        shown = ", ".join(f"{gid.index} ({gid.address}, {ROCE_V2})" for gid in fitting)
+        return ok("rdma_gid", f"{controller.name}: {port.device} has GID {shown}")
+    kinds = ", ".join(sorted({f"{gid.address} ({gid.kind})" for gid in gids}, key=str))
+    evidence = (
+        f"{controller.name}: {port.device} has no {ROCE_V2} GID of the address family of "
+        f"{controller.traddr}, only {kinds}"
+    )
+    remedy = f"ip addr add ADDRESS/PREFIX dev {gids[0].interface}; each address makes a GID"
+    return warning("rdma_gid", evidence, remedy)
+
+
+def _judge_roce_mtu(controller: Controller, nic: Nic) -> Iterator[Finding]:
+    if nic.mtu is None:
+        return
+    carried = roce_payload_bytes(nic.mtu)
+    interface = f"{controller.name}: {nic.name} has MTU {nic.mtu}"
+    evidence = f"{interface}, so that an RDMA packet carries {carried} bytes"
+    if carried >= _ROCE_PAYLOAD_BYTES:
+        yield ok("rdma_mtu", evidence)
+    else:
+        remedy = f"ip link set {nic.name} mtu 9000, after every switch and the target have it"
+        yield warning("rdma_mtu", evidence, remedy)
 
 
 def _judge_security(controllers: list[Controller]) -> Iterator[Finding]:
