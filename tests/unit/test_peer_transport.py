@@ -14,6 +14,8 @@ import pytest
 from vllm_nvmeof_offload.peers import transport
 from vllm_nvmeof_offload.peers.transport import has_rdma, why_no_pulls
 
+ROOT = Path(__file__).parents[2]
+
 
 @pytest.mark.parametrize(
     ("state", "in_use"), [("4: ACTIVE", True), ("1: DOWN", False), ("2: INIT", False)]
@@ -27,20 +29,25 @@ def test_a_port_that_is_not_active_is_no_rdma(tmp_path: Path, state: str, in_use
     assert has_rdma(str(tmp_path)) == in_use
 
 
+#: What stands for NIXL.
+AGENT = "from tests.faults.peers.stand_in import Agent; nixl_agent, nixl_agent_config = Agent, dict"
+
+
 @pytest.mark.parametrize(
     ("source", "says"),
     [
         ("raise ImportError('no such CUDA')", "no such CUDA"),
         ("import os; os.abort()", "exits with -6"),
-        ("", ""),
+        (f"{AGENT}\nAgent.create_backend = None", "makes no agent (TypeError"),
+        (AGENT, ""),
     ],
-    ids=["raises", "aborts", "loads"],
+    ids=["raises", "aborts", "refuses", "works"],
 )
 def test_a_library_that_does_not_load_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str, says: str
 ) -> None:
     (tmp_path / "nixl.py").write_text(source)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     monkeypatch.setattr(transport, "has_rdma", lambda: True)
     found = why_no_pulls()
     assert says in found

@@ -473,12 +473,12 @@ class PeerClients(SessionThread):
                 raise MalformedError(f"{type(message).__name__} before Welcome")
 
     def _welcomed(self, lane: _Lane, session: _Session, welcome: Welcome) -> None:
-        why_not = "no RDMA on both sides"
+        why_not = "it offers no RDMA" if self._by_nixl else "no RDMA on this side"
         if welcome.metadata and self._by_nixl:
             why_not = self._connect(session, welcome)
         session.is_up = True
         session.credits, session.slots = welcome.credits, welcome.slots
-        how = f"in messages ({why_not})" if why_not else "by NIXL"
+        how = f"in messages ({why_not})" if why_not else "by RDMA"
         self._say(lane, f"reads for us, {welcome.credits} chunks at a time, sent {how}")
 
     def _connect(self, session: _Session, welcome: Welcome) -> str:

@@ -20,8 +20,10 @@ separate agent, and the end of a session ends all its pulls.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import subprocess
+import sys
 import uuid
 import weakref
 from collections.abc import Callable
@@ -32,6 +34,7 @@ from vllm_nvmeof_offload.child import child_command
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.fabric.rdma import ACTIVE, read_rdma_ports
 from vllm_nvmeof_offload.peers.base import SlotMemory
+from vllm_nvmeof_offload.units import PAGE_BYTES
 
 #: Set before NIXL's first import. UCX keeps registered memory until this many regions wait to be
 #: freed; without a limit it leaks, and vLLM sets the same value. By default NIXL logs each agent.
@@ -64,7 +67,8 @@ def load_nixl() -> ModuleType:
 def why_no_pulls() -> str:
     """Return why no bytes can be pulled here, in one line; empty if they can be.
 
-    NIXL is imported in another process, because an incompatible library may abort.
+    Another process makes an agent, because an incompatible library may abort, and because NIXL
+    refuses only then if its UCX has no driver for the RDMA device.
     """
     if not has_rdma():
         return "no RDMA port is active here"
@@ -77,8 +81,8 @@ def why_no_pulls() -> str:
         return f"cannot probe NIXL: {error}"
     if done.returncode == 0:
         return ""
-    lines = done.stderr.strip().splitlines() or [f"its import exits with {done.returncode}"]
-    return f"cannot load NIXL: {lines[-1][:200]}"
+    lines = done.stderr.strip().splitlines() or [f"its probe exits with {done.returncode}"]
+    return f"cannot use NIXL: {lines[-1][:200]}"
 
 
 class Pull:
@@ -189,5 +193,16 @@ def _checked(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     raise TransportError(text)
 
 
-if __name__ == "__main__":
+def _probe() -> None:
+    """Make an agent, and exit without the libraries' destructors, which may crash."""
     load_nixl()
+    memory = ctypes.create_string_buffer(PAGE_BYTES)
+    try:
+        NixlTransport(SlotMemory(ctypes.addressof(memory), PAGE_BYTES, 1))
+    except TransportError as error:
+        sys.exit(f"it makes no agent ({error}); its UCX may lack the RDMA device's driver")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _probe()

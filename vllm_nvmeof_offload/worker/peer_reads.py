@@ -421,8 +421,9 @@ def open_links(
     if common.secret and not zmq.has("curve"):
         remedy = "a secret needs CURVE, which this libzmq lacks; install pyzmq from its wheel"
         raise ConfigError("share_secret_file", settings.share_secret_file, remedy)
-    if why_not := why_no_pulls():
-        logger.info("peers send chunks in messages: %s", why_not)
+    why_not = why_no_pulls()
+    how = f"in messages: {why_not}" if why_not else "by RDMA where both sides have it"
+    logger.info("peers send chunks %s", how)
     clients, server, slots, by_nixl = None, None, staging.map, not why_not
     if serve_port is not None:
         memory = SlotMemory(slots.serve_address, slots.slot_bytes, slots.serve_slots)

@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 
 import zmq
 
@@ -154,5 +155,7 @@ def check_transport() -> Finding:
         return ok("peer_transport", "RDMA with peers that support RDMA, else messages")
     if has_rdma():
         remedy = f"{install_extra('peers')} on both sides"
+        if find_spec("nixl") is not None:
+            remedy = "give NIXL's UCX a driver for this RDMA device: docs/dual-path.md"
         return warning("peer_transport", f"{why_not}; peers send chunks in messages", remedy)
     return ok("peer_transport", f"{why_not}; peers send chunks in messages")
