@@ -31,7 +31,7 @@ PATHS = (1, 2)
 PORT = 4420
 IO_QUEUES = 2
 #: Programs that scenarios start.
-PROGRAMS = ("dmsetup", "ln", "mkfs.xfs", "mount", "nsenter", "tc", "umount")
+PROGRAMS = ("dmsetup", "ip", "ln", "mkfs.xfs", "mount", "nsenter", "tc", "umount")
 APPEAR_S_MAX = 20.0
 
 _SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 1

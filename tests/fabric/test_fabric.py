@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool and the pipeline on a real NVMe/TCP fabric whose paths, ports and media fail, and on a
-file system that two hosts share by NFS.
+"""The pool and the pipeline on a real NVMe/TCP or NVMe/RDMA fabric whose paths, ports and media
+fail, and on a file system that two hosts share by NFS.
 
 Each case is a function of `scenarios/`, played in the guest. The function makes the checks; its
 time line is in build/fabric-report.md.

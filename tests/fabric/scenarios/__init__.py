@@ -12,6 +12,7 @@ __all__ = ["BOOTS", "SCENARIOS"]
 
 SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "fabric-discovered": pools.fabric_discovered,
+    "rdma-judged": pools.rdma_judged,
     "work-follows-speed": pools.work_follows_speed,
     "one-of-two-hangs": pools.one_of_two_hangs,
     "path-lost": paths.path_lost,
@@ -35,6 +36,7 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "leased-region-of-stopped-owner": leases.leased_region_of_stopped_owner,
     "leased-region-taken-over": leases.leased_region_taken_over,
     "dual-path": peers.dual_path,
+    "pulled-by-verbs": peers.pulled_by_verbs,
     "disconnected-while-mounted": devices.disconnected_while_mounted,
 }
 
@@ -74,6 +76,7 @@ BOOTS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "fabric-discovered:none:rdma",
+        "rdma-judged:none:rdma",
         "path-lost:uring:rdma",
         "port-removed:uring:rdma",
         "ana-change:uring:rdma",
@@ -88,6 +91,7 @@ BOOTS: tuple[tuple[str, ...], ...] = (
         "namespace-disabled:uring:rdma",
         "one-of-two-hangs:uring:rdma",
         "killed-while-lost:uring:rdma",
+        "pulled-by-verbs:none:rdma",
         "disconnected-while-mounted:uring:rdma",
     ),
 )

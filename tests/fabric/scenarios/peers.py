@@ -1,16 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two servers with a link to the storage each, one of which reads for the other."""
+"""A server that reads for another one: over two links to the storage, and chunks over RDMA."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 
 from tests.fabric.nvmet import PATHS, Timeouts
 from tests.fabric.pair import LOADED_BYTES, Helper, Load, Loader
 from tests.fabric.stage import READY_S_MAX, Stage
 
+#: Of the process that pulls, and of the one that serves it. The pool's I/O takes the other path.
+PULLING, SERVING = "near1", "far1"
+#: What the first test of `PULLED` pulls: whole slots, with their headers.
+PULLED_BYTES = 80 * (24_000 + 4096)
+PULLED = "tests/faults/peers/test_peers.py::test_what_a_peer_brings_is_what_the_owner_stored"
+CONTRACT = ("tests/faults/peers/test_peers.py", "tests/unit/test_peer_transport.py")
+RDMA_PACKET_BYTES = 4096
 #: Of each link: so slow that it is what a load waits for, on an emulated processor too.
 LINK_BYTES_PER_S = 4_000_000
 ROUNDS = 3
@@ -77,3 +88,64 @@ def _load(stage: Stage, loader: Loader, *, with_peer: bool) -> tuple[Load, list[
     stage.record(f"a load over {what} takes {load.seconds:.2f} s; the links move {links} MB")
     stage.equal("wrong chunks", load.wrong, 0)
     return load, moved
+
+
+def pulled_by_verbs(stage: Stage) -> None:
+    """NIXL pulls chunks by RDMA from a process with another device, which counts the packets."""
+    (target,) = stage.connect(Timeouts())
+    stage.fabric.set_ana(1, "inaccessible")
+    environment = {
+        "LD_LIBRARY_PATH": str(_drivers()),
+        "UCX_NET_DEVICES": f"r{PULLING}:1",
+        "VLLM_NVMEOF_SERVING_DEVICES": f"r{SERVING}:1",
+    }
+    _pytest(stage, target, environment, PULLED, "-k", "verbs", passes=1)  # takes all into memory
+    before = _sent_packets(), _sent_bytes(SERVING), _sent_bytes("lo")
+    _pytest(stage, target, environment, PULLED, "-k", "verbs", passes=1)
+    after = _sent_packets(), _sent_bytes(SERVING), _sent_bytes("lo")
+    packets, link, messages = (now - then for now, then in zip(after, before, strict=True))
+    stage.record(f"{PULLED_BYTES} bytes: {packets} RDMA packets, {link} bytes, {messages} on lo")
+    stage.check(packets * RDMA_PACKET_BYTES >= PULLED_BYTES, "the RDMA device sent the chunks")
+    stage.check(PULLED_BYTES <= link <= 1.2 * PULLED_BYTES, "its link moved them once")
+    stage.check(messages < PULLED_BYTES / 2, "messages did not")
+    _pytest(stage, target, environment, *CONTRACT, "-k", "verbs or listens", passes=9)
+
+
+def _drivers() -> Path:
+    """A directory that lets NIXL's wheel use soft-RoCE: docs/dual-path.md says why."""
+    place = Path("/run/verbs")
+    place.mkdir(exist_ok=True)
+    bindings = find_spec("nixl_cu13")
+    assert bindings is not None
+    assert bindings.origin is not None
+    packages = Path(bindings.origin).parents[1]
+    (verbs,) = packages.glob("nixl_cu13.libs/libibverbs-*.so*")
+    driver = Path("/usr/lib/x86_64-linux-gnu/libibverbs/librxe-rdmav34.so")
+    for name, file in (("libibverbs.so.1", verbs), (driver.name, driver)):
+        if not (place / name).exists():
+            (place / name).symlink_to(file)
+    return place
+
+
+def _pytest(stage: Stage, target: Path, more: dict[str, str], *what: str, passes: int) -> None:
+    """Run tests with their files on `target`, and check that so many pass and no other runs."""
+    options = ("-q", "-n", "0", "-p", "no:cacheprovider", "--basetemp", str(target / "pytest"))
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, *what],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **more},
+    )
+    lines = done.stdout.strip().splitlines() or [done.stderr]
+    if done.returncode:
+        print(done.stdout, done.stderr, flush=True)
+    stage.check(lines[-1].startswith(f"{passes} passed"), f"{' '.join(what)}: {lines[-1]}")
+
+
+def _sent_packets() -> int:
+    counters = Path(f"/sys/class/infiniband/r{SERVING}/ports/1/hw_counters")
+    return int((counters / "sent_pkts").read_text())
+
+
+def _sent_bytes(interface: str) -> int:
+    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())

@@ -6,9 +6,24 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from pathlib import Path
 
-from tests.fabric.nvmet import HOST_NQN, IO_QUEUES, NQN, PORT, Timeouts, address
+from tests.fabric.nvmet import (
+    HOST_NQN,
+    IO_QUEUES,
+    NQN,
+    PATHS,
+    PORT,
+    RdmaLinks,
+    Timeouts,
+    address,
+    run,
+)
 from tests.fabric.stage import Stage
+from vllm_nvmeof_offload.commands.doctor.host import Places, nics_of
+from vllm_nvmeof_offload.commands.doctor.judge import judge_rdma
+from vllm_nvmeof_offload.fabric.findings import Finding, Severity
+from vllm_nvmeof_offload.fabric.rdma import read_rdma_ports
 from vllm_nvmeof_offload.fabric.topology import discover
 
 
@@ -41,6 +56,34 @@ def fabric_discovered(stage: Stage) -> None:
     states = {one["controller"]: one["ana_state"] for one in namespace["paths"]}
     found = tuple(states[controller["name"]] for controller in controllers)
     stage.equal("ANA states", found, ("optimized", "non-optimized"))
+
+
+def rdma_judged(stage: Stage) -> None:
+    """The doctor names port, GID and MTU of each NVMe/RDMA path, and warns of small packets."""
+    (target,) = stage.connect(Timeouts())
+    found = _judge(target)
+    stage.equal(
+        "checks", sorted({one.check for one in found}), ["rdma_gid", "rdma_mtu", "rdma_port"]
+    )
+    stage.equal("severities", {one.severity for one in found}, {Severity.OK})
+    text = "; ".join(one.evidence for one in found)
+    for path in PATHS:
+        stage.check(
+            f"rnear{path}/1 on near{path} ACTIVE" in text, f"port {path} is named in: {text}"
+        )
+        stage.check(f"(10.99.{path}.1, RoCE v2)" in text, f"GID {path} is named")
+        stage.check(f"near{path} has MTU {RdmaLinks.MTU}" in text, f"MTU {path} is named")
+    stage.check("carries 4096 bytes" in text, "packets are large")
+    run("ip", "link", "set", "near1", "mtu", "1500")
+    worse = [one for one in _judge(target) if one.severity is Severity.WARNING]
+    run("ip", "link", "set", "near1", "mtu", str(RdmaLinks.MTU))
+    stage.equal("warnings", [one.check for one in worse], ["rdma_mtu"])
+    stage.check("carries 1024 bytes" in worse[0].evidence, worse[0].evidence)
+
+
+def _judge(target: Path) -> list[Finding]:
+    fabric = discover(str(target))
+    return list(judge_rdma(fabric, nics_of(fabric, Places()), read_rdma_ports()))
 
 
 def work_follows_speed(stage: Stage) -> None:
