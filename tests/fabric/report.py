@@ -9,8 +9,9 @@ HEAD = """# The pool's behaviour when its fabric fails
 
 Played by the real pool, engine and pipeline against the kernel's target and initiator of NVMe/TCP
 and, where a name ends with `rdma`, of NVMe/RDMA over soft-RoCE (two paths, native multipath, ANA,
-xfs), in an emulated guest, by `pytest tests/fabric`. Times are the guest's, in seconds; *miss* means that a request recomputes a chunk. Read deadline 2 s,
-write deadline 3 s. The pool served no wrong bytes in any scenario marked *passed*.
+xfs), in an emulated guest, by `pytest tests/fabric`. Times are the guest's, in seconds; *miss*
+means that a request recomputes a chunk. Read deadline 2 s, write deadline 3 s. The pool served no
+wrong bytes in any scenario marked *passed*.
 """
 
 
