@@ -11,7 +11,7 @@ from tests.fabric.stage import Stage
 KILL_S_MAX = 1.0
 #: The time after which the devices vanish, by ctrl_loss_tmo in seconds. The kernel counts attempts:
 #: over TCP each ends at once, because the link is down. Over RDMA each waits for an answer.
-VANISH_S_MAX = {"tcp": {15: 40, 600: 700}, "rdma": {15: 400, 600: 8000}}
+VANISH_S_MAX = {"tcp": {15: 40, 600: 700}, "rdma": {15: 400}}
 
 
 def all_lost_briefly(stage: Stage) -> None:

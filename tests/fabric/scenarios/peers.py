@@ -93,7 +93,7 @@ def _load(stage: Stage, loader: Loader, *, with_peer: bool) -> tuple[Load, list[
 
 def pulled_by_verbs(stage: Stage) -> None:
     """NIXL pulls chunks by RDMA from a process with another device, which counts the packets."""
-    (target,) = stage.connect(Timeouts())
+    (target,) = stage.connect(Timeouts(keep_alive_tmo=None))
     stage.fabric.set_ana(1, "inaccessible")
     environment = {
         "LD_LIBRARY_PATH": str(_drivers()),
