@@ -50,20 +50,22 @@ def played(guest: Guest, request: pytest.FixtureRequest) -> Results:
         if "scenario" in getattr(getattr(item, "callspec", None), "params", {})
     }
     results: Results = {}
-    # Daemons: an interrupt does not wait for the guests, which die with this process.
-    threads = [
-        threading.Thread(
-            target=lambda number, boot: results.update(play(guest, boot, number)),
-            args=(number, [each for each in boot if each in wanted or not wanted]),
-            daemon=True,
-        )
-        for number, boot in enumerate(BOOTS)
-        if not wanted or wanted & set(boot)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    boots = [each for each in enumerate(BOOTS) if not wanted or wanted & set(each[1])]
+    for in_real_time in (False, True):
+        # Daemons: an interrupt does not wait for the guests, which die with this process.
+        threads = [
+            threading.Thread(
+                target=lambda number, boot: results.update(play(guest, boot, number)),
+                args=(number, [each for each in boot if each in wanted or not wanted]),
+                daemon=True,
+            )
+            for number, boot in boots
+            if in_real_time is not IN_REAL_TIME.isdisjoint(boot)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
     results = {name: results[name] for boot in BOOTS for name in boot if name in results}
     kernel = next(iter(results.values()))["kernel"]
     REPORT.write_text(render(results, kernel))

@@ -40,8 +40,8 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "disconnected-while-mounted": devices.disconnected_while_mounted,
 }
 
-#: The guests run at a time, with one processor each and similar duration. Entries: NAME:ENGINE on
-#: NVMe/TCP, NAME:ENGINE:rdma on NVMe/RDMA.
+#: The guests run at the same time, with one processor each and similar duration. Entries:
+#: NAME:ENGINE on NVMe/TCP, NAME:ENGINE:rdma on NVMe/RDMA.
 BOOTS: tuple[tuple[str, ...], ...] = (
     (
         "fabric-discovered:none",
@@ -83,7 +83,6 @@ BOOTS: tuple[tuple[str, ...], ...] = (
         "controller-reset:uring:rdma",
         "all-lost-briefly:uring:rdma",
         "all-lost-past-fast-io-fail:uring:rdma",
-        "all-lost-past-ctrl-loss:uring:rdma",
         "all-lost-past-ctrl-loss:threads:rdma",
         "medium-fails:uring:rdma",
         "medium-hangs:uring:rdma",
@@ -95,6 +94,6 @@ BOOTS: tuple[tuple[str, ...], ...] = (
     ),
     ("pulled-by-verbs:none:rdma",),
 )
-#: These start programs with deadlines. Under virtual time reading them from the outer machine would
-#: take longer.
+#: These start programs that have deadlines. Under virtual time reading such a program from the
+#: outer machine takes longer. Their guests run after the others, with two processors.
 IN_REAL_TIME = frozenset({"pulled-by-verbs:none:rdma"})
