@@ -34,6 +34,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.child import Companion
 from vllm_nvmeof_offload.exporter import Exporter, ExporterSettings, start_exporter
 from vllm_nvmeof_offload.groups import Group
 from vllm_nvmeof_offload.manager.boundary import tokens_by_source
@@ -68,7 +69,7 @@ from vllm_nvmeof_offload.vllm_adapter.kv_hints import (
     helpers_of,
     wants_record,
 )
-from vllm_nvmeof_offload.vllm_adapter.sharing import NAMELESS, ShareSettings, Sharing, why_not
+from vllm_nvmeof_offload.vllm_adapter.sharing import NAMELESS, ShareSettings, start_sharing, why_not
 
 _HIT_SOURCES = vllm_release.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
@@ -153,7 +154,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         #: The locality of each tier as seen from this engine; None if unknown.
         self._localities: dict[Source, Locality | None] = {Source.CPU: Locality.LOCAL}
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
-        self._sharing: Sharing | None = None
+        self._follower: Companion | None = None  # None if nothing is shared
         self._exporter: Exporter | None = None
         self._refused: dict[str, list[bytes]] = {}  # this step's refused chunks, by request
         self._labels["vllm"] = vllm_release.release()
@@ -399,7 +400,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             return text
         text = f"the weights are {self._version!r}; servers whose weights have this name load "
         text += "chunks stored after this"
-        text += ", and this one loads theirs" if self._sharing else "; this one loads nothing"
+        text += ", and this one loads theirs" if self._follower else "; this one loads nothing"
         logger.info("%s", text)
         return text
 
@@ -429,16 +430,16 @@ class NVMeoFOffloadingManager(OffloadingManager):
         agreement = agree(ordered)
         for note in agreement.notes:
             logger.warning("%s", note)
-        alone = why_not(ordered, agreement, share) if share else None
+        alone, foreign = why_not(ordered, agreement, share) if share else None, None
         if share and not alone:
-            self._sharing = Sharing(ordered, agreement, share)
+            foreign, self._follower = start_sharing(ordered, agreement)
         core = ManagerCore(
             replace(self.config, key_bytes=key_bytes, groups=groups),
             agreement,
             self._clock,
             self._policy,
             prompts_s=self._steps.prompts_s,
-            foreign=self._sharing.foreign if self._sharing else None,
+            foreign=foreign,
         )
         self._core = core
         self._localities[Source.POOL] = _locality(ordered)
@@ -501,8 +502,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return stats
 
     def shutdown(self) -> None:
-        if self._sharing is not None:
-            self._sharing.stop()
+        if self._follower is not None:
+            self._follower.stop()
         if self._exporter is not None:
             self._exporter.stop()
 

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm_nvmeof_offload.child import Companion
 from vllm_nvmeof_offload.fabric.topology import discover
 from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.manager.handshake import Agreement
@@ -49,24 +50,19 @@ def why_not(hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSe
     return ""
 
 
-class Sharing:
-    """A foreign table and the follower that updates it."""
+def start_sharing(hellos: Sequence[RankHello], agreement: Agreement) -> tuple[Foreign, Companion]:
+    """Start the follower, and return the table that it updates; `why_not` must be empty.
 
-    def __init__(
-        self, hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSettings
-    ) -> None:
-        """Start the follower; `why_not` must be empty. OSError: no memory or descriptor is left."""
-        first = hellos[0]
-        fd = os.memfd_create("vllm-nvmeof-foreign", os.MFD_CLOEXEC)
-        try:
-            targets = tuple(map(Path, first.targets))
-            ranks = max(agreement.capacity.set_sizes)
-            scope = Scope(targets, first.keyspace, first.engine_index, ranks)
-            self._follower = start_follower(scope, fd)
-            self.foreign = Foreign(fd)
-        finally:
-            os.close(fd)
-
-    def stop(self) -> None:
-        """Stop the follower. May be called repeatedly."""
-        self._follower.stop()
+    Raises: OSError: no memory or descriptor is left.
+    """
+    first = hellos[0]
+    fd = os.memfd_create("vllm-nvmeof-foreign", os.MFD_CLOEXEC)
+    try:
+        targets = tuple(map(Path, first.targets))
+        # If ranks share copies, each member of a set holds chunks that the others lack.
+        ranks = max(agreement.capacity.set_sizes)
+        scope = Scope(targets, first.keyspace, first.engine_index, ranks)
+        follower = start_follower(scope, fd)  # gives the table its size
+        return Foreign(fd), follower
+    finally:
+        os.close(fd)

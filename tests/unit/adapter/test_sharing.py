@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.protocol import RankHello
 pytest.importorskip("vllm", reason="the adapter needs vLLM")
 
 from vllm_nvmeof_offload.vllm_adapter import sharing
-from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings, Sharing, why_not
+from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings, start_sharing, why_not
 
 SETTINGS = ShareSettings()
 MOUNTED = "1 0 0:1 / / rw - ext4 /dev/x rw\n2 1 {device} / {point} rw - {kind} server:/export rw\n"
@@ -89,12 +89,12 @@ def followers_of(target: Path) -> list[str]:
 def test_what_another_engine_has_is_found_until_the_end(tmp_path: Path) -> None:
     write_pool(tmp_path)
     ranks = hellos(tmp_path, engine_index=3, keyspace=KEYSPACE.digest)
-    shared = Sharing(ranks, agree(ranks), SETTINGS)
+    foreign, follower = start_sharing(ranks, agree(ranks))
     try:
-        wait_until("the other chunks", lambda: shared.foreign.rows == len(STORED))
+        wait_until("the other chunks", lambda: foreign.rows == len(STORED))
         assert followers_of(tmp_path)
     finally:
-        shared.stop()
+        follower.stop()
     wait_until("the end of the follower", lambda: not followers_of(tmp_path))
-    shared.stop()
-    assert shared.foreign.rows == len(STORED), "it can still be read"
+    follower.stop()
+    assert foreign.rows == len(STORED), "it can still be read"
