@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -13,15 +14,11 @@ from statistics import median
 
 from tests.fabric.nvmet import PATHS, Timeouts
 from tests.fabric.pair import LOADED_BYTES, Helper, Load, Loader
+from tests.fabric.pulls import PULLED_BYTES
 from tests.fabric.stage import READY_S_MAX, Stage
 
-#: The link over which chunks are pulled; the pool's I/O takes the other path.
-PULLING, SERVING = "near1", "far1"
-#: What the first of these tests pulls at least: whole slots, with their headers.
-PULLED_BYTES = 80 * (24_000 + 4096)
-PULLS = ("tests/faults/peers/test_peers.py", "tests/unit/test_peer_transport.py")
-PULLS_CHOSEN = "verbs and (owner_stored or generation or deadline or killed) or listens"
-PULLS_COUNT = 5
+#: The ends of the link over which slots are pulled.
+LENDING, PULLING = "far1", "near1"
 RDMA_PACKET_BYTES = 4096
 #: Of each link: so slow that it is what a load waits for, on an emulated processor too.
 LINK_BYTES_PER_S = 4_000_000
@@ -92,21 +89,22 @@ def _load(stage: Stage, loader: Loader, *, with_peer: bool) -> tuple[Load, list[
 
 
 def pulled_by_verbs(stage: Stage) -> None:
-    """NIXL pulls chunks by RDMA from a process with another device, which counts the packets."""
-    (target,) = stage.connect(Timeouts(keep_alive_tmo=None))
-    stage.fabric.set_ana(1, "inaccessible")
-    environment = {
-        "LD_LIBRARY_PATH": str(_drivers()),
-        "UCX_NET_DEVICES": f"r{PULLING}:1",
-        "VLLM_NVMEOF_SERVING_DEVICES": f"r{SERVING}:1",
-    }
-    before = _sent_packets(), _sent_bytes("lo")
-    _pull(stage, target, environment)
-    after = _sent_packets(), _sent_bytes("lo")
-    packets, messages = (now - then for now, then in zip(after, before, strict=True))
-    stage.record(f"{packets} RDMA packets, and {messages} bytes on the loopback interface")
-    stage.check(packets * RDMA_PACKET_BYTES >= PULLED_BYTES, "the RDMA device sent the chunks")
-    stage.check(messages < PULLED_BYTES / 2, "messages did not")
+    """NIXL pulls slots by RDMA from a process with another device, which counts the packets."""
+    before = _sent()
+    command = (sys.executable, "-m", "tests.fabric.pulls", f"r{LENDING}", f"r{PULLING}")
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(_drivers())}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    stage.check(done.returncode == 0, f"the pulls end {done.stderr[-2000:] * done.returncode}")
+    packets, link, messages = (now - then for now, then in zip(_sent(), before, strict=True))
+    found = json.loads(done.stdout.splitlines()[-1])
+    stage.record(f"{found}; {packets} RDMA packets; {link} bytes on the link, {messages} on lo")
+    stage.equal("wrong slots", found["wrong"], 0)
+    stage.equal("TCP ports at which an agent listens", found["listens"], [])
+    stage.check(packets * RDMA_PACKET_BYTES >= PULLED_BYTES, "the RDMA device sent the slots")
+    stage.check(PULLED_BYTES <= link <= 1.2 * PULLED_BYTES, "its link moved them once")
+    stage.check(messages < PULLED_BYTES / 10, "the loopback interface did not")
+    stage.check(found["after_kill"] != "done", "no pull from a killed process succeeds")
+    stage.check(found["closed"], "the end of the agent ends it")
 
 
 def _drivers() -> Path:
@@ -116,34 +114,16 @@ def _drivers() -> Path:
     bindings = find_spec("nixl_cu13")
     assert bindings is not None
     assert bindings.origin is not None
-    packages = Path(bindings.origin).parents[1]
-    (verbs,) = packages.glob("nixl_cu13.libs/libibverbs-*.so*")
+    (verbs,) = Path(bindings.origin).parents[1].glob("nixl_cu13.libs/libibverbs-*.so*")
     driver = Path("/usr/lib/x86_64-linux-gnu/libibverbs/librxe-rdmav34.so")
     for name, file in (("libibverbs.so.1", verbs), (driver.name, driver)):
-        if not (place / name).exists():
-            (place / name).symlink_to(file)
+        (place / name).symlink_to(file)
     return place
 
 
-def _pull(stage: Stage, target: Path, more: dict[str, str]) -> None:
-    """Run the tests of pulls with their files on `target`, and check that all pass."""
-    options = ("-q", "-n", "0", "-p", "no:cacheprovider", "--basetemp", str(target / "pytest"))
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, *PULLS, "-k", PULLS_CHOSEN],
-        capture_output=True,
-        text=True,
-        env={**os.environ, **more},
-    )
-    if done.returncode:
-        print(done.stdout, done.stderr, flush=True)
-    last = done.stdout.strip().rpartition("\n")[2]
-    stage.check(last.startswith(f"{PULLS_COUNT} passed"), f"pulls by verbs: {last}")
-
-
-def _sent_packets() -> int:
-    counters = Path(f"/sys/class/infiniband/r{SERVING}/ports/1/hw_counters")
-    return int((counters / "sent_pkts").read_text())
-
-
-def _sent_bytes(interface: str) -> int:
-    return int(Path(f"/sys/class/net/{interface}/statistics/tx_bytes").read_text())
+def _sent() -> tuple[int, int, int]:
+    """RDMA packets of the lending device, and bytes of its link and of the loopback interface."""
+    counters = Path(f"/sys/class/infiniband/r{LENDING}/ports/1/hw_counters")
+    links = [Path(f"/sys/class/net/{one}/statistics/tx_bytes") for one in (LENDING, "lo")]
+    packets, *sent = (int(one.read_text()) for one in (counters / "sent_pkts", *links))
+    return packets, sent[0], sent[1]

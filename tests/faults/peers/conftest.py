@@ -11,7 +11,6 @@ import pytest
 
 from tests.contract.rig import Rig
 from vllm_nvmeof_offload.errors import PoolError
-from vllm_nvmeof_offload.peers.transport import why_no_pulls
 
 from .kit import TRANSPORTS, Puller, Serving, make_store
 from .stand_in import install
@@ -20,11 +19,11 @@ from .stand_in import install
 MakePair = Callable[..., tuple[Serving, Puller]]
 
 
-@pytest.fixture(params=[name for name in TRANSPORTS if name != "verbs" or not why_no_pulls()])
+@pytest.fixture(params=list(TRANSPORTS))
 def transport(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of each transport: over verbs only where NIXL works."""
+    """The name of each transport."""
     name: str = request.param
-    if TRANSPORTS[name] and name != "verbs":
+    if TRANSPORTS[name]:
         monkeypatch.setitem(sys.modules, "nixl", sys)  # which is taken back
         install()
     return name

@@ -29,10 +29,8 @@ from vllm_nvmeof_offload.pool.format import SLAB_FILE
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
 ROOT = Path(__file__).parents[3]
-#: How the bytes come: they are pulled, by NIXL's stand-in or by NIXL, or sent in messages.
-TRANSPORTS = {"pulls": True, "messages": False, "verbs": True}
-#: The serving process's RDMA devices, as UCX names them: on one machine they are the other half.
-SERVING_DEVICES = "VLLM_NVMEOF_SERVING_DEVICES"
+#: How the bytes come: they are pulled, by NIXL's stand-in, or sent in messages.
+TRANSPORTS = {"pulls": True, "messages": False}
 WAIT_S = 60.0
 #: A read may take so much longer than its own time.
 LATE_S = 0.6
@@ -63,16 +61,11 @@ class Serving:
             "knobs": {},
             "secret": "",
             "by_nixl": TRANSPORTS[transport],
-            "stand_in": transport != "verbs",
         } | more
-        environment = dict(os.environ)
-        if devices := environment.get(SERVING_DEVICES):
-            environment["UCX_NET_DEVICES"] = devices
         command = [sys.executable, "-m", "tests.faults.peers.serving", json.dumps(asked)]
         self._process = subprocess.Popen(
             command,
             cwd=ROOT,
-            env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

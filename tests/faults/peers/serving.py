@@ -7,7 +7,6 @@ pool of its own, and reads the regions of the other side's.
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import random
@@ -22,7 +21,6 @@ from vllm_nvmeof_bench.servers.faults import FaultyIoEngine
 
 from tests.contract.rig import ENGINES, STAGING_SLOTS, Rig, content, name
 from tests.faults.peers.engine_port import EnginePort
-from tests.faults.peers.kit import SERVING_DEVICES
 from tests.faults.peers.stand_in import install
 from vllm_nvmeof_offload.errors import STALE
 from vllm_nvmeof_offload.io.base import ForeignSlab
@@ -32,8 +30,6 @@ from vllm_nvmeof_offload.units import HEADER_BYTES
 
 #: The share tag that this process writes and serves under.
 OWNER = 3
-_CLONE_NEWIPC = 0x08000000
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class BadPort:
@@ -111,18 +107,9 @@ def valid_slots(rig: Rig) -> list[bytes]:
     return found
 
 
-def _seem_another_host() -> None:
-    """Enter a new IPC namespace: UCX takes shared memory, not the network, within one."""
-    if _libc.unshare(_CLONE_NEWIPC):
-        raise OSError(ctypes.get_errno(), "no new IPC namespace")
-
-
 def main() -> None:
     asked = json.loads(sys.argv[1])
-    if asked["stand_in"]:
-        install()
-    if os.environ.get(SERVING_DEVICES):
-        _seem_another_host()
+    install()
     regions = asked["regions"]
     rig = ENGINES[asked["engine"]](Path(asked["path"]), targets=len(regions), slots=16)
     slots = valid_slots(rig)
