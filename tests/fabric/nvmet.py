@@ -271,9 +271,25 @@ class Fabric:
                 **given,
             }
             line = ",".join(f"{key}={value}" for key, value in options.items())
-            with open("/dev/nvme-fabrics", "r+b", buffering=0) as file:
-                file.write(line.encode())
+            self._connect(line)
         self.wait_devices()
+
+    def _connect(self, line: str) -> None:
+        """Connect one path; over RDMA again and again, while the target resets the connection.
+
+        It does so for a moment after an outage, with what has arrived late from before.
+        """
+        end_s = time.monotonic() + APPEAR_S_MAX
+        while True:
+            try:
+                with open("/dev/nvme-fabrics", "r+b", buffering=0) as file:
+                    file.write(line.encode())
+            except ConnectionResetError:
+                if self.transport == "tcp" or time.monotonic() > end_s:
+                    raise
+                time.sleep(0.5)
+            else:
+                return
 
     def disconnect(self) -> None:
         """Delete every controller."""
