@@ -87,12 +87,10 @@ COUNTERS = _table(
     "counter",
     # -- what requests find
     _row("lookups", "chunks", _one("source", "cpu", "pool", "shared", "miss"),
-         "Chunks looked up, by the tier that held the chunk; shared is another engine's pool. A "
-         "look-up ends at its first miss, so the counts give no hit rate in tokens. A cached "
-         "answer counts once."),
+         "Chunks looked up, by tier; shared is another engine's pool. A look-up ends at its first "
+         "miss, so the counts give no hit rate in tokens. A cached answer counts once."),
     _row("loaded_tokens", "tokens", _one("source", "cpu", "pool", "shared"),
-         "Tokens whose load was started, by the tier that held the KV; shared is another engine's "
-         "pool."),
+         "Tokens whose load was started, by tier; shared is another engine's pool."),
     _row("recomputed_tokens", "tokens", _one("reason", "load_failed", "declined", "no_boundary"),
          "Tokens found in a tier but recomputed, by reason. declined: recomputing was expected to "
          "be faster; no_boundary: past the last loadable boundary, full attention was found, but "
@@ -106,8 +104,8 @@ COUNTERS = _table(
          "loaded tokens, less the time that the request waited. A load that computing would have "
          "beaten counts as lost. Nothing counts while the prefill rate is unknown."),
     _row("gpu_seconds", "seconds", (Label("result", ("saved", "lost")), Label("tier", _TIERS)),
-         "The same time multiplied by the number of ranks: a lower bound, because GPUs can serve "
-         "other requests during a load."),
+         "Time of vllm:nvmeof_prefill_seconds multiplied by the number of ranks: a lower bound, "
+         "because GPUs can serve other requests during a load."),
     # -- preempted requests
     _row("resumed_tokens", "tokens", _one("source", "loaded", "recomputed"),
          "Tokens of requests that resumed after a preemption. loaded: from a tier; recomputed: "
@@ -125,13 +123,11 @@ COUNTERS = _table(
 
     _row("shared_hints", "hints", _one("direction", "sent", "received"),
          "Hints between engines, each about a chunk that one engine read at least twice from the "
-         "other engine's pool. Each received hint counts as a use of a chunk in this engine's "
-         "pool."),
+         "other engine's pool, where a received hint counts as a use of the chunk."),
     # -- reads through peers
     _row("peer_bytes", "bytes", _one("direction", "pulled", "served"),
          "Bytes of requested chunks that peers read for loads here (pulled) or that were read "
-         "here for peers (served), all ranks. Updated when the engine steps; an engine that only "
-         "serves peers does not step."),
+         "here for peers (served), all ranks. Not updated while an engine only serves peers."),
     _row("peer_pulls_failed", "chunks", _one("reason", *_OUTCOMES),
          "Chunks that a peer failed to deliver, by reason; this server then reads the chunk "
          "itself. io_error includes a peer that was lost or has not opened the pool yet."),
@@ -166,8 +162,7 @@ COUNTERS = _table(
          "Chunks stored but not written to the pool, by reason. evicted: no target takes writes, "
          "or the CPU tier is too small for running requests' windows and states; no chunk after "
          "such a gap is found. superseded: windows and states of a request that has a later "
-         "boundary. shared: another live engine's pool has the chunk; the write follows if that "
-         "engine gives the chunk up and two requests have used the chunk here."),
+         "boundary. shared: another live engine's pool has the chunk."),
     _row("evictions", "chunks", _one("tier", "cpu", "pool"),
          "Chunks evicted, by tier."),
     # -- bytes and time
