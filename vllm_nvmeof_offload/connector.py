@@ -292,10 +292,11 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     @timed
     def on_new_request(self, request: Any, **more: Any) -> None:
         super().on_new_request(request, **more)
-        advice = self._manager.advise(self._view.context(request.request_id), request)
+        context, prefetch = self._view.context(request.request_id), self._may_prefetch(request)
+        advice = self._manager.advise(context, request, may_prefetch=prefetch)
         self._view.waiting.added(
             request,
-            prefetch=self._may_prefetch(request),
+            prefetch=prefetch,
             first=advice.prefetch,
             helpers=advice.helpers,
         )
@@ -359,12 +360,23 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     @timed
     def request_finished(self, request: Any, block_ids: Any, **more: Any) -> Any:
         self._old_kv.finished(request.request_id)
-        return super().request_finished(request, block_ids, **more)
+        return self._answered(request, super().request_finished(request, block_ids, **more))
 
     @timed
     def request_finished_all_groups(self, request: Any, block_ids: Any, **more: Any) -> Any:
         self._old_kv.finished(request.request_id)
-        return super().request_finished_all_groups(request, block_ids, **more)
+        done = super().request_finished_all_groups(request, block_ids, **more)
+        return self._answered(request, done)
+
+    def _answered(self, request: Any, done: Any) -> Any:
+        """Return vLLM's result of `request_finished` with our answer to the request's kv_hint,
+        which becomes a part of the HTTP response."""
+        state = self.scheduler._req_status.get(request.request_id)
+        answers = self._manager.answers(state.req_context) if state is not None else []
+        if not answers:
+            return done
+        delays_free, params = done
+        return delays_free, {**(params or {}), "nvmeof": {"kv_hint": answers}}
 
     @timed
     def get_kv_connector_stats(self) -> Any:

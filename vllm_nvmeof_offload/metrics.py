@@ -147,8 +147,8 @@ COUNTERS = _table(
          "Prefetched chunks, by the outcome of the prefetch."),
     _row("kv_hints", "actions",
          _one("advice", "prefetch", "retain", "demote", "unknown", "malformed"),
-         "Actions in the kv_hints of requests, by the advice given; unknown and malformed actions "
-         "were ignored."),
+         "Actions in the kv_hints or the kv_transfer_params.kv_hint of requests, by the advice "
+         "given; kv.fetch counts as prefetch. Unknown and malformed actions were ignored."),
     # -- stores, writes, evictions
     _row("stored_chunks", "chunks", (),
          "Chunks whose store into the CPU tier was planned."),

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of a request's kv_hints: three actions; all others are counted and harm nothing."""
+"""What is read of a request's hints: four actions; all others are counted and harm nothing."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +22,24 @@ def action(kind: str, payload: object = None, version: str = "1.0") -> Any:
     )
 
 
+FETCH = {"source_control_endpoint": "tcp://10.0.0.7:25000", "block_hashes": [7, 8]}
+
+
 def read(*actions: Any) -> tuple[Advice, Counter[str]]:
+    """The advice, which the same envelope as JSON gives too, and the counts; without answers."""
     seen: Counter[str] = Counter()
     envelope = SimpleNamespace(protocol_version="0.1", message_id="m", actions=list(actions))
-    return advice_of(envelope, REQUEST, lambda kind: seen.update([kind])), seen
+    advice = advice_of(envelope, REQUEST, lambda kind: seen.update([kind]))
+    assert over_http(*actions) == (advice, seen)
+    return replace(advice, answers=()), seen
+
+
+def over_http(*actions: Any, **more: Any) -> tuple[Advice, Counter[str]]:
+    """The same envelope as a router sends it in JSON."""
+    seen: Counter[str] = Counter()
+    as_json = [vars(one) if isinstance(one, SimpleNamespace) else one for one in actions]
+    envelope = json.loads(json.dumps({"protocol_version": "0.1", "actions": as_json}))
+    return advice_of(envelope, REQUEST, lambda kind: seen.update([kind]), **more), seen
 
 
 def retain(*directives: dict[str, Any], **more: Any) -> Any:
@@ -56,7 +72,7 @@ def test_what_is_retained_ends_in_a_range() -> None:
 @pytest.mark.parametrize(
     "unknown",
     [
-        action("kv.fetch", {"source": "x"}),
+        action("kv.fetch", FETCH, "2.0"),
         action("kv.deref"),
         action("retain"),
         action("kv.retain", {"directives": []}, "2.0"),
@@ -102,9 +118,40 @@ def test_an_envelope_is_read_up_to_a_bound() -> None:
     _, seen = read(*[action("kv.prefetch")] * 20)
     assert seen == Counter(prefetch=16, unknown=4)
     counted: Counter[str] = Counter()
-    for envelope in (None, SimpleNamespace(actions=7), {"actions": []}):
-        assert advice_of(envelope, REQUEST, lambda kind: counted.update([kind])) == Advice()
-    assert counted == Counter(malformed=1)
+    for envelope in (None, SimpleNamespace(actions=7), {"actions": []}, {}):
+        advice = advice_of(envelope, REQUEST, lambda kind: counted.update([kind]))
+        assert replace(advice, answers=()) == Advice()
+    assert counted == Counter(malformed=3)
+
+
+def test_a_fetch_is_a_prefetch_and_the_answer_says_what_was_ignored() -> None:
+    """The one message of Dynamo's router, followed by actions that its envelope may also have."""
+    advice, seen = over_http(
+        {**vars(action("kv.fetch", FETCH)), "action_id": "replica-local"},
+        retain({"start": 0, "priority": 9}),
+        action("kv.demote"),
+        action("kv.teleport"),
+        action("kv.fetch", {"block_hashes": [7]}),
+    )
+    assert replace(advice, answers=()) == Advice(True, ((0, None),), True)
+    assert seen == Counter(prefetch=1, retain=1, demote=1, unknown=1, malformed=1)
+    first, *others = advice.answers
+    ignored = ["source_control_endpoint", "block_hashes"]
+    assert first == {"action_id": "replica-local", "done": "prefetch", "ignored": ignored}
+    assert others == [
+        {"action_id": "a", "done": done} for done in ("retain", "demote", "unknown", "malformed")
+    ]
+
+
+def test_an_answer_is_short_and_no_prefetch_is_claimed_that_the_request_forbids() -> None:
+    advice, seen = over_http(*[{**vars(action("kv.fetch", FETCH)), "action_id": "x" * 129}] * 20)
+    assert seen == Counter(prefetch=16, unknown=4)
+    assert [one["action_id"] for one in advice.answers] == [None] * 16
+    advice, seen = over_http(action("kv.prefetch"), may_prefetch=False)
+    assert [one["done"] for one in advice.answers] == ["nothing"]
+    for envelope in (7, {}):
+        advice = advice_of(envelope, REQUEST, lambda _: None)
+        assert advice.answers == ({"action_id": None, "done": "malformed"},)
 
 
 PEERS = ("d0:7000", "d1:7000", "[fe80::1]:7000")

@@ -1,13 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An orchestrator's advice on the KV of a request: vLLM's `kv_hints`.
+"""An orchestrator's advice on the KV of a request.
+
+It arrives as vLLM's `kv_hints`, or over HTTP, where vLLM's Python server drops that field, as the
+same envelope in `kv_transfer_params: {"kv_hint": …}`; such a request gets an answer per action.
 
 vLLM defines only the envelope, a list of actions with a type, a version and a payload, but no
-actions. Three are supported here, in the form that their authors published. Other actions, other
+actions. Four are supported here, in the form that their authors published. Other actions, other
 major versions and malformed payloads are counted and ignored. Advice never causes an error, applies
 only to the request that carries it, and never overrides what the request or the operator specifies.
 
 * `kv.prefetch` 1.x, empty payload: the request's chunks are fetched from the pool before those of
   other waiting requests.
+* `kv.fetch` 1.x, `{"source_control_endpoint", "block_hashes"}`: the same. The endpoint belongs to a
+  process that cannot read pools, so it is ignored, and so is the list of blocks.
 * `kv.retain` 1.x, `{"directives": [{"start", "end", "priority", "duration"} or {"covers_output",
   …}]}`: chunks that end in a range of tokens are kept longer, as if another request had used
   them. A priority or duration of 0 retains nothing; all higher values have the same effect.
@@ -31,17 +36,31 @@ _DIRECTIVES_MAX = 128
 _DIRECTIVE_KEYS = {"start", "end", "priority", "duration", "covers_output"}
 _PRIORITY_MAX = 100
 _HELPERS_MAX = 64
+#: The longest id of an action that an answer repeats; a longer one is null there.
+_ID_CHARS_MAX = 128
+_FETCH_KEYS = {"source_control_endpoint": str, "block_hashes": list}
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     """The advice on a request. `retain` lists ranges of tokens as (first, end), with an exclusive
-    end or None for no end. `helpers` is as in `LoadCommand`."""
+    end or None for no end. `helpers` is as in `LoadCommand`. `answers` has an entry per action."""
 
     prefetch: bool = False
     retain: tuple[tuple[int, int | None], ...] = ()
     demote: bool = False
     helpers: int | None = None
+    answers: tuple[dict[str, Any], ...] = ()
+
+    def together(self, other: Advice) -> Advice:
+        """Return this advice and `other`, with the helpers of the first and the other's answers."""
+        return Advice(
+            self.prefetch or other.prefetch,
+            self.retain + other.retain,
+            self.demote or other.demote,
+            self.helpers,
+            other.answers,
+        )
 
     def retained(self, ends: Iterable[int]) -> list[int]:
         """Return the positions of chunks to retain. `ends` are the chunks' exclusive ends."""
@@ -52,31 +71,43 @@ class Advice:
         ]
 
 
-def advice_of(envelope: Any, request: Any, count: Callable[[str], None]) -> Advice:
-    """Read the hints for `request` in `envelope`. `count` is called for each action with its kind,
-    `unknown` or `malformed`."""
+def advice_of(
+    envelope: Any, request: Any, count: Callable[[str], None], *, may_prefetch: bool = True
+) -> Advice:
+    """Read the hints for `request` in `envelope`, an object or the dictionary from a JSON object.
+
+    `count` is called for each action with its kind, `unknown` or `malformed`. Without
+    `may_prefetch`, the answer to a prefetch is that nothing was done.
+    """
     prefetch = demote = False
     retain: list[tuple[int, int | None]] = []
-    actions = getattr(envelope, "actions", ())
+    answers: list[dict[str, Any]] = []
+    actions = _field(envelope, "actions")
     if not isinstance(actions, list | tuple):
         count("malformed")
-        return Advice()
+        return Advice(answers=({"action_id": None, "done": "malformed"},))
     for number, action in enumerate(actions):
-        kind, payload = _kind(action), getattr(action, "payload", None)
+        kind, done, payload = _kind(action), "unknown", _field(action, "payload")
         if kind is None or number >= _ACTIONS_MAX:
-            count("unknown")
+            pass
         elif not isinstance(payload, dict):
-            count("malformed")
+            done = "malformed"
         elif kind == "retain":
             ranges = _ranges(payload, int(request.num_prompt_tokens))
             retain += ranges or ()
-            count("malformed" if ranges is None else kind)
-        elif payload and not (kind == "demote" and _is_own(payload, request)):
-            count("unknown")  # for blocks other than the request's
-        else:
-            prefetch, demote = prefetch or kind == "prefetch", demote or kind == "demote"
-            count(kind)
-    return Advice(prefetch, tuple(retain), demote)
+            done = "malformed" if ranges is None else kind
+        elif kind == "fetch":
+            done = "prefetch" if _is_fetch(payload) else "malformed"
+        elif not payload or (kind == "demote" and _is_own(payload, request)):
+            done = kind  # a payload may also name blocks other than the request's
+        prefetch, demote = prefetch or done == "prefetch", demote or done == "demote"
+        count(done)
+        if number < _ACTIONS_MAX:
+            ignored = {"ignored": [*_FETCH_KEYS]} if (kind, done) == ("fetch", "prefetch") else {}
+            if done == "prefetch" and not may_prefetch:
+                done = "nothing"
+            answers.append({"action_id": _id(action), "done": done, **ignored})
+    return Advice(prefetch, tuple(retain), demote, answers=tuple(answers))
 
 
 def wants_record(params: Any) -> bool:
@@ -104,12 +135,25 @@ def helpers_of(params: Any, peers: Sequence[str], count: Callable[[str], None]) 
     return sum(1 << number for number, peer in enumerate(peers) if peer in named)
 
 
+def _field(one: Any, name: str, default: Any = None) -> Any:
+    return one.get(name, default) if isinstance(one, dict) else getattr(one, name, default)
+
+
+def _id(action: Any) -> str | None:
+    name = _field(action, "action_id")
+    return name if isinstance(name, str) and len(name) <= _ID_CHARS_MAX else None
+
+
 def _kind(action: Any) -> str | None:
     """Return the kind of an action, or None if unknown."""
-    major = str(getattr(action, "action_version", "")).partition(".")[0]
-    family, _, kind = str(getattr(action, "action_type", "")).partition(".")
-    known = family == "kv" and kind in ("prefetch", "retain", "demote") and major == "1"
+    major = str(_field(action, "action_version", "")).partition(".")[0]
+    family, _, kind = str(_field(action, "action_type", "")).partition(".")
+    known = family == "kv" and kind in ("prefetch", "fetch", "retain", "demote") and major == "1"
     return kind if known else None
+
+
+def _is_fetch(payload: dict[str, Any]) -> bool:
+    return all(isinstance(payload.get(key), kind) for key, kind in _FETCH_KEYS.items())
 
 
 def _is_own(payload: dict[str, Any], request: Any) -> bool:

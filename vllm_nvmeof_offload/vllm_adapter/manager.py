@@ -280,8 +280,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
             for record in self.core.request_log.find(req_context.req_id):
                 logger.info("request %s", json.dumps(record))
 
-    def advise(self, req_context: ReqContext, request: Any) -> Advice:
-        """Return an orchestrator's advice on the KV of a request that has just arrived."""
+    def advise(
+        self, req_context: ReqContext, request: Any, *, may_prefetch: bool = True
+    ) -> Advice:
+        """Return an orchestrator's advice on the KV of a request that has just arrived.
+        `may_prefetch`: the request's chunks may be fetched while it waits."""
         counters = self.core.counters
 
         def count(kind: str) -> None:
@@ -292,12 +295,23 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
         params = getattr(request, "kv_transfer_params", None)
         helpers = helpers_of(params, self.config.peers, count_helper) if params else None
-        hints = getattr(req_context, "kv_hints", None)
-        if hints is None:
-            return Advice(helpers=helpers)
-        advice = replace(advice_of(hints, request, count), helpers=helpers)
+        advice, hints = Advice(helpers=helpers), getattr(req_context, "kv_hints", None)
+        over_http = params.get("kv_hint") if isinstance(params, dict) else None
+        if hints is None and over_http is None:
+            return advice
+        if hints is not None:
+            advice = advice.together(replace(advice_of(hints, request, count), answers=()))
+        if over_http is not None:
+            advice = advice.together(
+                advice_of(over_http, request, count, may_prefetch=may_prefetch)
+            )
         self._state(req_context).advice = advice
         return advice
+
+    def answers(self, req_context: ReqContext) -> list[dict[str, Any]]:
+        """Return what became of each action in the request's `kv_transfer_params`, if any."""
+        state = req_context.get_state(_RequestState)
+        return list(state.advice.answers) if state is not None and state.advice else []
 
     def _follow(self, advice: Advice, req_context: ReqContext) -> None:
         """Apply the advice on a request that has ended."""

@@ -71,15 +71,17 @@ class Server:
         self.manager.waiting.added(request, first=advice.prefetch, helpers=advice.helpers)
         return context
 
-    def serves(self, name: str, *numbers: int, kv_hints: Any = None) -> None:
-        """A request stores its chunks, which are written, and ends."""
-        context = self.arrives(name, *numbers, kv_hints=kv_hints)
+    def serves(self, name: str, *numbers: int, kv_hints: Any = None, params: Any = None) -> Any:
+        """A request stores its chunks, which are written, and ends; returns its answers."""
+        context = self.arrives(name, *numbers, kv_hints=kv_hints, params=params)
         output = self.manager.prepare_store([OffloadKey(k) for k in keys_of(*numbers)], context)
         assert output is not None
         if output.keys_to_store:
             self.bench.done(output.store_spec.command.op)
         self.bench.write_all()
+        answers = self.manager.answers(context)
         self.manager.on_request_finished(context)
+        return answers
 
     def in_cpu(self, *numbers: int) -> list[int]:
         return [n for n in numbers if self.bench.source(n) is Source.CPU]
@@ -156,6 +158,41 @@ def test_a_hinted_request_is_fetched_for_before_those_that_waited_longer() -> No
     assert fetched[0][0] == key(1)
     assert fetched[1][0] == key(3)
     assert sorted(fetched[0]) != sorted(fetched[1]), "there is no room for both"
+
+
+def test_a_router_advises_over_http_and_gets_an_answer() -> None:
+    """Dynamo's `kv.fetch`, and an action in vLLM's own field, which gets no answer."""
+    server = Server()
+    for name, numbers in (("a", (1, 2)), ("b", (3, 4)), ("c", (5, 6)), ("d", (7, 8))):
+        server.serves(name, *numbers)
+    server.arrives("first", 1, 2)
+    fetch = {"source_control_endpoint": "tcp://10.0.0.7:25000", "block_hashes": [3, 4]}
+    kinds = (("kv.fetch", fetch), ("kv.teleport", {}))
+    actions = [
+        {"action_id": kind, "action_type": kind, "action_version": "1.0", "payload": payload}
+        for kind, payload in kinds
+    ]
+    params = {"kv_hint": {"protocol_version": "0.1", "message_id": "m", "actions": actions}}
+    context = server.arrives("second", 3, 4, kv_hints=hints("demote"), params=params)
+    server.manager.core.turn()
+    commands = server.manager.core.take_commands()
+    assert next(k for command in commands for k in command.batch.key_list()) == key(3)
+    assert server.manager.answers(context) == [
+        {"action_id": "kv.fetch", "done": "prefetch", "ignored": [*fetch]},
+        {"action_id": "kv.teleport", "done": "unknown"},
+    ]
+    assert server.counted == {"demote": 1, "prefetch": 1, "unknown": 1}
+    assert server.serves("e", 9, kv_hints=hints("demote")) == []
+    assert server.serves("f", 10, params={"kv_hint": None, "nvmeof": {}}) == []
+
+
+@pytest.mark.parametrize("kv_hint", [7, "x", [], {}, {"actions": "all"}])
+def test_a_kv_hint_of_another_shape_is_malformed_and_harms_nothing(kv_hint: Any) -> None:
+    server = Server()
+    answers = server.serves("a", 1, 2, params={"kv_hint": kv_hint})
+    assert [one["done"] for one in answers] == ["malformed"]
+    assert server.counted == {"malformed": 1}
+    assert server.in_cpu(1, 2) == [1, 2]
 
 
 def test_what_is_unknown_is_counted_and_the_request_is_served() -> None:
