@@ -3,11 +3,14 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="events are vLLM's")
@@ -17,15 +20,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import (
     OffloadingEventGroupSpec,
     OffloadingEventsTracker,
 )
-from vllm.v1.core.kv_cache_utils import BlockHash
-from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, OffloadKey, make_offload_key
+from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
+from vllm.v1.kv_offload.base import (
+    OffloadingKVEventsConfig,
+    OffloadKey,
+    get_offload_group_idx,
+    make_offload_key,
+)
 
-from vllm_nvmeof_offload.groups import Group, GroupKind
+from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig
+from vllm_nvmeof_offload.manager.ledger import State
 from vllm_nvmeof_offload.vllm_adapter import manager as face
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
-from .bench import Bench, Core, hello
+from .bench import Bench, Core, hello, report
 from .prefix_scores import WITH_STORAGE, WITHOUT_STORAGE, PrefixIndex
 
 BLOCK, BLOCKS_PER_CHUNK, CHUNKS = 16, 2, 3
@@ -52,14 +61,16 @@ class Engine:
     self_describing: bool
     remote: tuple[bool | None, ...] = (True,)
     cache_slots: int = CHUNKS
-    router: PrefixIndex = field(default_factory=PrefixIndex)
+    router: Any = field(default_factory=PrefixIndex)
+    groups: tuple[Group, ...] = (Group(0, GroupKind.FULL, CHUNK),)
 
     def __post_init__(self) -> None:
         self.manager = NVMeoFOffloadingManager(CoreConfig(kv_events=True))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(face, "ManagerCore", Core)
-            one = hello(0, self.cache_slots, 8, (), remote=self.remote)
-            self.manager.attach([one], len(KEYS[0]), (Group(0, GroupKind.FULL, CHUNK),))
+            groups = tuple(RankGroup(group, 1024) for group in self.groups)
+            one = hello(0, self.cache_slots, 8, (), remote=self.remote, groups=groups)
+            self.manager.attach([one], len(KEYS[0]), self.groups)
         self.bench = Bench()
         assert isinstance(self.manager.core, Core)
         self.bench.core = self.manager.core
@@ -173,3 +184,120 @@ def test_a_block_of_two_chunks_is_in_a_tier_until_both_have_left() -> None:
         engine.published()
         left.append(engine.score(WITHOUT_STORAGE))
     assert left == [0.8, 0.0], "the first block is there until the second chunk has left too"
+
+
+@dataclass
+class Consumer:
+    """A consumer of events; with `counts`, a block is there until removed as often as stored.
+
+    A block is known by its medium, group and hash.
+    """
+
+    counts: bool
+    _stores: Counter[tuple[str, int, Any]] = field(default_factory=Counter)
+
+    @property
+    def blocks(self) -> set[tuple[str, int, Any]]:
+        return {block for block, count in self._stores.items() if count > 0}
+
+    def apply(self, event: dict[str, Any]) -> None:
+        for one in event["block_hashes"]:
+            block = event["medium"], event["group_idx"], one
+            if not self.counts:
+                self._stores[block] = int(event["type"] == "BlockStored")
+            else:
+                self._stores[block] += 1 if event["type"] == "BlockStored" else -1
+
+
+@dataclass
+class Both:
+    """The two kinds of consumers, with the same events."""
+
+    counting: Consumer = field(default_factory=lambda: Consumer(counts=True))
+    naive: Consumer = field(default_factory=lambda: Consumer(counts=False))
+
+    def apply(self, event: dict[str, Any]) -> None:
+        self.counting.apply(event)
+        self.naive.apply(event)
+
+
+class Life:
+    """Random stores, evictions, writes and resets of chunks that share blocks.
+
+    blocks: per chunk of group 0, all but the last of which occur in other chunks too. A chunk of
+    group 1, a window, has the hash of the last block of a chunk of group 0.
+    """
+
+    def __init__(self, seed: int, blocks: int) -> None:
+        self._random, self._blocks = random.Random(seed), blocks
+        groups = Group(0, GroupKind.FULL, CHUNK), Group(1, GroupKind.WINDOW, CHUNK, 1, 1, CHUNK)
+        self.engine = Engine(True, cache_slots=4, router=Both(), groups=groups)
+        self._hashes: dict[bytes, list[bytes]] = {}
+
+    def step(self) -> None:
+        engine, draw = self.engine, self._random.random()
+        if draw < 0.05:
+            engine.manager.reset_cache()
+            engine.published()
+            engine.tracker.reset()
+        elif draw < 0.4:
+            for command in engine.bench.writes():
+                rows = range(len(command.batch))
+                engine.manager.core.report([report(command.op, rows=rows)])
+        else:
+            self._store(self._random.randrange(12), self._random.randrange(2))
+        engine.published()
+
+    def _store(self, number: int, group: int) -> None:
+        shared = [b"%032d" % (900 + number % 2 + 2 * at) for at in range(self._blocks - 1)]
+        hashes = [BlockHash(one) for one in (*shared, b"%032d" % number)]
+        key = make_offload_key(hashes[-1], group)
+        plan = self.engine.manager.core.prepare_store([key], np.array([CHUNK], np.int64))
+        if plan.command is None:
+            return
+        tokens = list(range(BLOCK * self._blocks))
+        request = SimpleNamespace(block_hashes=hashes, all_token_ids=tokens, lora_request=None)
+        shape = {
+            "sliding_window_size_in_chunks": None if group == 0 else 1,
+            "group_idx": group,
+            "hashes_per_chunk": self._blocks,
+            "tokens_per_chunk": len(tokens),
+        }
+        self.engine.tracker.record_store(
+            request, SimpleNamespace(**{**vars(GROUP), **shape}), 0, key
+        )
+        self._hashes[key] = [*hashes] if group == 0 else [hashes[-1]]
+        self.engine.bench.done(plan.command.op)
+
+    def index(self) -> set[tuple[str, int, Any]]:
+        """The blocks of the chunks in each tier of the index."""
+        media = {
+            "CPU": {State.CACHED, State.WRITING, State.BOTH},
+            "STORAGE": {State.BOTH, State.POOLED, State.FETCHING},
+        }
+        return {
+            (medium, get_offload_group_idx(OffloadKey(entry.key)), maybe_convert_block_hash(one))
+            for medium, states in media.items()
+            for entry in self.engine.manager.core.entries()
+            if entry.state in states
+            for one in self._hashes[entry.key]
+        }
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3])
+def test_a_consumer_must_count_if_chunks_have_several_blocks(blocks: int) -> None:
+    """One that counts always has the index's blocks. One that does not has them only if no block
+    is in two chunks of a group; else it lacks blocks, and has none that the index lacks."""
+    lacked, removed = 0, 0
+    for seed in range(12):
+        life = Life(seed, blocks)
+        for _ in range(150):
+            before = life.engine.router.counting.blocks
+            life.step()
+            index, both = life.index(), life.engine.router
+            assert both.counting.blocks == index
+            assert both.naive.blocks <= index
+            lacked += len(index - both.naive.blocks)
+            removed += len(before - index)
+    assert removed > 500, "blocks leave the tiers"
+    assert (lacked == 0) == (blocks == 1)
