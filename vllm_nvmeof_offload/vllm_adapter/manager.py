@@ -280,9 +280,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             for record in self.core.request_log.find(req_context.req_id):
                 logger.info("request %s", json.dumps(record))
 
-    def advise(
-        self, req_context: ReqContext, request: Any, *, may_prefetch: bool = True
-    ) -> Advice:
+    def advise(self, req_context: ReqContext, request: Any, *, may_prefetch: bool = True) -> Advice:
         """Return an orchestrator's advice on the KV of a request that has just arrived.
         `may_prefetch`: the request's chunks may be fetched while it waits."""
         counters = self.core.counters
