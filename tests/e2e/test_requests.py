@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The commands of docs/requests.md do on a real server what the page says."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_nvmeof_bench.servers.client import Metrics
+from vllm_nvmeof_bench.servers.server import MODEL_NAME, Server
+
+from tests.e2e import faults_rig as rig
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
+LOADED = "vllm:nvmeof_loaded_tokens_total"
+HINTS = "vllm:nvmeof_kv_hints_total"
+
+
+def commands() -> dict[str, str]:
+    """The commands of docs/requests.md by the headings of their sections."""
+    sections = PAGE.read_text().split("\n## ")[1:]
+    found = {}
+    for section in sections:
+        heading, _, text = section.partition("\n")
+        (found[heading],) = re.findall(r"^    curl .*(?:\n     .*)*", text, re.MULTILINE)
+    return found
+
+
+class Shell:
+    """Runs commands of the page for one prompt, whose KV is not in GPU memory."""
+
+    def __init__(self, server: Server, prompt: list[int], others: list[list[int]]) -> None:
+        self._server, self._others, self._before = server, others, Metrics("")
+        names = {"URL": server.url, "MODEL": MODEL_NAME, "PROMPT": json.dumps(prompt)}
+        self._environment = {**os.environ, "no_proxy": "*", **names}
+
+    def run(self, command: str, *, cold: bool = True) -> dict[str, Any]:
+        """cold: the prompt's KV is only in the pool, because others have filled the CPU tier."""
+        if cold:
+            rig.ask_and_settle(self._server, self._others)
+        rig.forget_gpu(self._server)
+        self._before = rig.metrics(self._server)
+        command = command.replace("curl -s ", r"curl -s -w '\n%{http_code}' ", 1)
+        done = subprocess.run(
+            ["bash", "-c", command],
+            env=self._environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        )
+        body, _, status = done.stdout.rpartition("\n")
+        assert status == "200", done.stdout
+        rig.settle(self._server)
+        answer: dict[str, Any] = json.loads(body)
+        return answer
+
+    def grown(self, name: str, **labels: str) -> float:
+        """The growth of a counter since the last command began."""
+        return rig.grown(self._server, self._before, name, **labels)
+
+
+def test_the_commands_of_the_page_on_requests(tmp_path: Path) -> None:
+    if shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    page, prompts = commands(), rig.prompts()
+    with rig.start(rig.spec(tmp_path / "pool"), "requests") as server:
+        rig.ask_and_settle(server, prompts)
+        shell = Shell(server, prompts[0], prompts[1:])
+        shell.run(page.pop("Limit what is loaded"))
+        assert shell.grown(LOADED) == 0
+        shell.run(page.pop("Limit from where"))
+        assert shell.grown(LOADED, source="pool") == 0
+        shell.run(page.pop("Name helpers"))
+        assert shell.grown("vllm:nvmeof_peer_hints_total", helper="unknown") == 1
+        assert shell.grown(LOADED, source="pool") >= rig.CHUNK_TOKENS, "as without the limits"
+        answer = shell.run(page.pop("Give hints"))
+        kinds = ("prefetch", "retain", "demote", "unknown", "malformed")
+        assert [shell.grown(HINTS, advice=kind) for kind in kinds] == [1, 1, 1, 0, 0]
+        assert answer["kv_transfer_params"] == documented_answer()
+        salted = page.pop("Separate tenants")
+        assert shell.run(salted)["kv_transfer_params"] is None
+        assert shell.grown(LOADED) == 0, "what was stored without the salt is not found"
+        shell.run(salted, cold=False)
+        assert shell.grown(LOADED) >= rig.CHUNK_TOKENS
+    assert not page, "a command of the page was not run"
+
+
+def documented_answer() -> Any:
+    text = PAGE.read_text()
+    (shown,) = re.findall(r'^    "kv_transfer_params": (.*(?:\n     .*)*)', text, re.MULTILINE)
+    return json.loads(shown)
