@@ -52,6 +52,8 @@ def test_an_added_option_reaches_vllms_own_method(
 
     def theirs(self: Any, *args: Any, **options: Any) -> Any:
         seen.append((args, options))
+        if name.startswith("request_finished"):
+            return False, None
         return (
             OffloadingConnectorMetadata({}, {}) if name == "build_connector_meta" else MagicMock()
         )
@@ -63,3 +65,19 @@ def test_an_added_option_reaches_vllms_own_method(
         first = MagicMock(kv_connector_worker_meta=None, preempted_req_ids=None)
     getattr(_Connector(), name)(first, *given[1:], session="s")
     assert seen == [((first, *given[1:]), {"session": "s"})]
+
+
+@pytest.mark.parametrize("name", ["request_finished", "request_finished_all_groups"])
+def test_an_answer_to_hints_is_added_to_what_vllm_returns(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    result = True, {"remote_host": "h"}
+    monkeypatch.setattr(OffloadingConnector, name, lambda *_: result)
+    monkeypatch.setattr(_Connector, "scheduler", MagicMock(_req_status={"r": MagicMock()}))
+    finish, answers = getattr(_Connector(), name), [{"action_id": "a", "done": "prefetch"}]
+    monkeypatch.setattr(_Connector, "_manager", MagicMock(answers=lambda _: answers))
+    ours = {"nvmeof": {"kv_hint": answers}}
+    assert finish(MagicMock(request_id="r"), [1]) == (True, {"remote_host": "h", **ours})
+    assert finish(MagicMock(request_id="other"), [1]) == result, "vLLM does not know it"
+    answers = []
+    assert finish(MagicMock(request_id="r"), [1]) == result
