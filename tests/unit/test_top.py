@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 
 from tests.exporter import Exporter
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.commands.scrape import Metrics, ScrapeError
+from vllm_nvmeof_offload.commands.scrape import ANSWER_BYTES_MAX, Metrics, ScrapeError
 from vllm_nvmeof_offload.commands.top import screen
 from vllm_nvmeof_offload.commands.top.reading import read
 from vllm_nvmeof_offload.metrics import METRICS
@@ -220,6 +220,7 @@ def test_of_several_servers_the_others_are_shown_if_one_does_not_answer() -> Non
         ("<html>Not metrics</html>", "exports no vllm:nvmeof_… metrics: start the server with"),
         ("vllm:num_requests_running 1\n", "--kv-offloading-backend nvmeof"),
         (f"{NAME}stored_chunks_total one\n", "not in Prometheus' format"),
+        (f"{NAME}stored_chunks_total \x1b[2J\n", "not in Prometheus' format"),
     ],
 )
 def test_a_server_without_our_metrics_is_refused_in_one_line(text: str | None, why: str) -> None:
@@ -227,6 +228,7 @@ def test_a_server_without_our_metrics_is_refused_in_one_line(text: str | None, w
         result = run(DEAD if text is None else f"http://{exporter.address}")
     assert result.exit_code == 2
     assert why in result.stderr and result.stderr.count("\n") == 1
+    assert "\x1b" not in result.stderr
 
 
 def test_what_a_server_says_controls_no_terminal() -> None:
@@ -234,9 +236,16 @@ def test_what_a_server_says_controls_no_terminal() -> None:
     assert now["targets"][1]["path"] == "/mnt/\\x1b]0;kv"
 
 
-def test_an_unreadable_line_names_its_metric() -> None:
+@pytest.mark.parametrize("line", ["vllm:x{ 1", 'vllm:x{a="0", =b"c"} 1'])
+def test_an_unreadable_line_names_its_metric(line: str) -> None:
     with pytest.raises(ScrapeError, match="vllm:x"):
-        Metrics("vllm:x{ 1\n").value("vllm:x")
+        Metrics(f"{line}\n").value("vllm:x")
+
+
+def test_an_endless_answer_is_not_read_to_its_end() -> None:
+    with Exporter(["#" * (ANSWER_BYTES_MAX + 1)]) as exporter:
+        result = run(f"http://{exporter.address}")
+    assert result.exit_code == 2 and "too long" in result.stderr
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from vllm_nvmeof_offload.errors import OffloadError
+from vllm_nvmeof_offload.units import printable
 
 __all__ = ["EPILOG", "EXIT_CODES", "FAILED", "Commands", "print_json", "table", "wide_console"]
 
@@ -46,7 +47,8 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except OffloadError as error:
             for line in str(error).splitlines():
-                typer.echo(f"vllm-nvmeof: {line}", err=True)
+                # The message may quote a server's answer, which could control the terminal.
+                typer.echo(f"vllm-nvmeof: {printable(line)}", err=True)
             raise typer.Exit(FAILED) from None
         except KeyboardInterrupt:
             typer.echo("vllm-nvmeof: interrupted", err=True)

@@ -3,21 +3,22 @@
 
 from __future__ import annotations
 
+import json
 import textwrap
 import time
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
-import httpx
 import typer
 
 from vllm_nvmeof_offload.commands import print_json
+from vllm_nvmeof_offload.commands.scrape import ScrapeError, get
 from vllm_nvmeof_offload.config import METRICS_ADDRESS
 from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.units import printable
 
 _COLUMNS = 80
-_TIMEOUT_S = 5.0
 _TIERS = {
     "cpu_tokens": "from the CPU tier",
     "pool_tokens": "from the pool",
@@ -30,37 +31,47 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
 
     Raises: ConfigError: the server does not answer, or has no such record.
     """
-    records = _records((url or f"http://{METRICS_ADDRESS}").rstrip("/"), request_id)
+    url = (url or f"http://{METRICS_ADDRESS}").rstrip("/")
+    records = _records(url, request_id)
     if as_json:
         print_json(records)
         return
-    for record in records:
+    try:
+        lines = [line for record in records for line in _lines(record)]
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        remedy = f"its records have another form ({error!r}); give a server of this version"
+        raise ConfigError("--url", url, remedy) from None
+    for line in lines:
         # The client chose a part of the id, which could control the terminal.
-        typer.echo(f"request {''.join(filter(str.isprintable, record['request']))}")
-        for number, start in enumerate(record["starts"]):
-            for line in _lines(start, "again after a preemption, " if number else ""):
-                typer.echo("\n".join(textwrap.wrap(line, _COLUMNS, subsequent_indent=" " * 6)))
+        wrapped = textwrap.wrap(printable(line), _COLUMNS, subsequent_indent=" " * 6)
+        typer.echo("\n".join(wrapped))
 
 
 def _records(url: str, request_id: str | None) -> list[dict[str, Any]]:
     name = "last" if request_id is None else quote(request_id, safe="")
     try:
-        answer = httpx.get(f"{url}/requests/{name}", timeout=_TIMEOUT_S, trust_env=False)
-        body = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        status, text = get(f"{url}/requests/{name}")
+        body = json.loads(text)
+    except (ScrapeError, ValueError, RecursionError) as error:
         remedy = (
             f"does not answer ({error}); give the address in the server's start line, or start "
             f"the server with VLLM_NVMEOF_METRICS_LISTEN={METRICS_ADDRESS}"
         )
         raise ConfigError("--url", url, remedy) from None
-    if answer.status_code == httpx.codes.OK and isinstance(body, list):
+    if isinstance(body, list):
         return body
-    given = body.get("error") if isinstance(body, dict) else f"HTTP status {answer.status_code}"
+    given = body.get("error") if isinstance(body, dict) else f"HTTP status {status}"
     raise ConfigError("--url", url, f"{given}; each engine records its own requests")
 
 
-def _lines(start: dict[str, Any], again: str) -> Iterator[str]:
-    """Yield the lines on one start, not wrapped yet."""
+def _lines(record: dict[str, Any]) -> Iterator[str]:
+    """Yield the lines on one request, not wrapped yet."""
+    yield f"request {record['request']}"
+    for number, start in enumerate(record["starts"]):
+        yield from _lines_of(start, "again after a preemption, " if number else "")
+
+
+def _lines_of(start: dict[str, Any], again: str) -> Iterator[str]:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start["unix_seconds"]))
     load = start["load"] or {}
     tiers = ", ".join(f"{load[key]:,} {text}" for key, text in _TIERS.items() if load.get(key))

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One reading of a server's `/metrics`."""
+"""One HTTP answer of a server, and one reading of its `/metrics`."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections import defaultdict
 
 import httpx
@@ -11,9 +12,12 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.metrics import PREFIX
-from vllm_nvmeof_offload.units import printable
+from vllm_nvmeof_offload.units import MIB, printable
 
 _NAME = re.compile(r"[^{\s#]+")
+_CONNECT_S_MAX, _ANSWER_S_MAX = 5.0, 30.0
+#: A page of metrics takes about 1 MiB on a server with many engines.
+ANSWER_BYTES_MAX = 16 * MIB
 
 
 class ScrapeError(OffloadError):
@@ -50,7 +54,7 @@ class Metrics:
             text = "\n".join(self._lines.get(name, ()))
             try:
                 found = [one for f in text_string_to_metric_families(text) for one in f.samples]
-            except ValueError as error:
+            except (ValueError, IndexError) as error:  # the parser indexes past a cut line
                 raise ScrapeError(f"metric {name}: not in Prometheus' format: {error}") from None
             for one in found:
                 pairs = ((name, printable(value)) for name, value in one.labels.items())
@@ -64,7 +68,25 @@ class Metrics:
         return sum(value for have, value in self.samples(name) if labels.items() <= have.items())
 
 
-def scrape(url: str, timeout_s: float = 5.0) -> Metrics:
+def get(page: str) -> tuple[int, str]:
+    """Return the status and the text of the answer to an HTTP request.
+
+    Raises:
+        ScrapeError: there is no answer, or it is too long or too slow.
+    """
+    body, ends_s = bytearray(), time.monotonic() + _ANSWER_S_MAX
+    try:
+        with httpx.stream("GET", page, timeout=_CONNECT_S_MAX, trust_env=False) as answer:
+            for part in answer.iter_bytes():
+                body += part
+                if len(body) > ANSWER_BYTES_MAX or time.monotonic() > ends_s:
+                    raise ScrapeError(f"{page}: the answer is too long or too slow")
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # ValueError: a wrong name
+        raise ScrapeError(f"{page}: no answer ({error})") from None
+    return answer.status_code, body.decode(errors="replace")
+
+
+def scrape(url: str) -> Metrics:
     """Read the metrics of the server at `url`.
 
     Raises:
@@ -73,12 +95,12 @@ def scrape(url: str, timeout_s: float = 5.0) -> Metrics:
     page = f"{url.rstrip('/').removesuffix('/metrics')}/metrics"
     remedy = "give the address of a running server, such as http://127.0.0.1:8000"
     try:
-        answer = httpx.get(page, timeout=timeout_s, trust_env=False)
-    except (httpx.HTTPError, httpx.InvalidURL) as error:
-        raise ScrapeError(f"{page}: no answer ({error}); {remedy}") from None
-    if answer.status_code != httpx.codes.OK:
-        raise ScrapeError(f"{page}: HTTP {answer.status_code}; {remedy}")
-    return Metrics(answer.text)
+        status, text = get(page)
+    except ScrapeError as error:
+        raise ScrapeError(f"{error}; {remedy}") from None
+    if status != httpx.codes.OK:
+        raise ScrapeError(f"{page}: HTTP {status}; {remedy}")
+    return Metrics(text)
 
 
 def scrape_ours(url: str) -> Metrics:

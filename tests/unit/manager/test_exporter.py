@@ -18,6 +18,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.servers.server import ReservedPort
 
+from tests.exporter import Exporter as MetricsServer
 from tests.listening import listening
 from tests.wait import wait_until
 from vllm_nvmeof_offload import exporter
@@ -262,7 +263,17 @@ def test_explain_prints_what_became_of_a_request_in_eighty_columns(rig: Rig) -> 
 def test_an_id_cannot_control_the_terminal(rig: Rig) -> None:
     start(rig, "cmpl-\x1b[2Jx")
     with rig.http() as http:
-        assert explain(http, "--last")[1].startswith("request cmpl-[2Jx\n")
+        assert explain(http, "--last")[1].startswith("request cmpl-\\x1b[2Jx\n")
+
+
+@pytest.mark.parametrize(
+    "answer", ['[{"request": "a"}]', "[1]", '{"error": "\x1b[2J"}', "[" * 10**5]
+)
+def test_another_servers_answer_is_refused_in_one_line(answer: str) -> None:
+    with MetricsServer([answer]) as other:
+        done = CliRunner().invoke(app, ["explain", "--last", "--url", f"http://{other.address}"])
+    assert done.exit_code == 2 and isinstance(done.exception, SystemExit)
+    assert "\x1b" not in done.output and done.output.count("\n") == 1
 
 
 def test_explain_says_how_to_turn_the_endpoint_on() -> None:
