@@ -231,6 +231,24 @@ def test_a_server_without_our_metrics_is_refused_in_one_line(text: str | None, w
     assert "\x1b" not in result.stderr
 
 
+def test_metrics_of_another_version_are_refused_in_one_line() -> None:
+    page = changed('target_verdict{engine="0",target="1"}', 9)
+    with Exporter([page]) as exporter:
+        result = run(f"http://{exporter.address}")
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert "metrics of another version" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_every_metric_that_is_not_0_is_shown() -> None:
+    now = reading()
+    text = "\n".join(shown(120, now, ["metrics"]))
+    assert "lookups pool" in text and "peer bytes" not in text
+    for name, amounts in now["metrics"].items():
+        for one in amounts.values() if METRICS[name].labels else [amounts]:
+            if one["total"] if isinstance(one, dict) else one:
+                assert f"\n{name.replace('_', ' ')} " in text
+
+
 def test_what_a_server_says_controls_no_terminal() -> None:
     now = reading(after=AFTER.replace("/mnt/kv/1", "/mnt/\x1b]0;kv"))
     assert now["targets"][1]["path"] == "/mnt/\\x1b]0;kv"

@@ -17,15 +17,7 @@ from vllm_nvmeof_offload.metrics import METRICS, PREFIX, Metric
 Reading: TypeAlias = dict[str, Any]
 
 VERDICTS = ("ok", "degraded", "suspect", "gone")
-#: The counters of prompt tokens, by where their KV was found.
-SOURCES: dict[str, tuple[str, dict[str, str]]] = {
-    "gpu": ("vllm:prefix_cache_hits_total", {}),
-    "cpu": (f"{PREFIX}loaded_tokens_total", {"source": "cpu"}),
-    "pool": (f"{PREFIX}loaded_tokens_total", {"source": "pool"}),
-    "shared": (f"{PREFIX}loaded_tokens_total", {"source": "shared"}),
-    "computed": ("vllm:prompt_tokens_by_source_total", {"source": "local_compute"}),
-}
-#: The names of these sources.
+#: The sources of prompt tokens by their names in `_prompt_tokens`.
 PLACES = {
     "gpu": "GPU cache",
     "cpu": "CPU tier",
@@ -50,16 +42,6 @@ _HOLES = (
 def growth(before: float, now: float) -> float:
     """Return how much a counter has grown; a restarted server counts from 0."""
     return now - before if now >= before else now
-
-
-def tokens_by_source(before: Metrics, now: Metrics) -> dict[str, float | None]:
-    """Return the prompt tokens since `before` by source; None for what is not exported."""
-    return {
-        source: growth(before.value(name, **labels), now.value(name, **labels))
-        if now.has(name)
-        else None
-        for source, (name, labels) in SOURCES.items()
-    }
 
 
 def read(url: str, before: Metrics | None, now: Metrics, seconds: float) -> Reading:
@@ -115,22 +97,26 @@ def _measured(metric: Metric, before: Metrics | None, now: Metrics, seconds: flo
 
 def _prompt_tokens(before: Metrics | None, now: Metrics, seconds: float) -> dict[str, Any]:
     """Return tokens by source, with each source's share of the interval and since the start."""
-    totals: dict[str, Any] = tokens_by_source(Metrics(""), now)
-    recent = tokens_by_source(before, now) if before else dict.fromkeys(totals)
-
-    def share(tokens: dict[str, Any], source: str) -> float | None:
-        known = None not in tokens.values() and sum(tokens.values()) > 0
-        return tokens[source] / sum(tokens.values()) if known else None
-
-    return {
-        source: {
-            "total": total,
-            "per_s": None if (amount := recent[source]) is None else amount / seconds,
-            "share": share(recent, source),
-            "share_total": share(totals, source),
-        }
-        for source, total in totals.items()
+    loaded = f"{PREFIX}loaded_tokens_total"
+    counters: dict[str, tuple[str, dict[str, str]]] = {
+        "gpu": ("vllm:prefix_cache_hits_total", {}),
+        **{source: (loaded, {"source": source}) for source in ("cpu", "pool", "shared")},
+        "computed": ("vllm:prompt_tokens_by_source_total", {"source": "local_compute"}),
     }
+    found: dict[str, Any] = {}
+    for source, (name, labels) in counters.items():
+        total = now.value(name, **labels) if now.has(name) else None
+        recent = None
+        if before and total is not None:
+            recent = growth(before.value(name, **labels), total)
+        per_s = None if recent is None else recent / seconds
+        found[source] = {"total": total, "per_s": per_s, "share": recent, "share_total": total}
+    for share in ("share", "share_total"):
+        amounts = [one[share] for one in found.values()]
+        whole = 0 if None in amounts else sum(amounts)
+        for one in found.values():
+            one[share] = one[share] / whole if whole else None
+    return found
 
 
 def _targets(now: Metrics, amounts: dict[str, Any]) -> Iterator[dict[str, Any]]:

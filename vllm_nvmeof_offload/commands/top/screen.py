@@ -132,57 +132,30 @@ def _estimate(reading: Reading) -> Text:
     )
 
 
-def _counts(title: str, *names: str) -> _Part:
-    """Return a table of metrics by their labels' values, without what is 0."""
+def _counts(reading: Reading) -> Table:
+    """Return a table of all metrics by their labels' values, without what is 0."""
 
-    def rows(reading: Reading) -> Iterable[Sequence[str]]:
+    def rows() -> Iterable[Sequence[str]]:
         zeros = 0
-        for name in names:
-            unit, amounts = METRICS[name].unit, reading["metrics"][name]
-            for key, amount in (amounts if METRICS[name].labels else {"": amounts}).items():
+        for name, amounts in reading["metrics"].items():
+            metric = METRICS[name]
+            for key, amount in (amounts if metric.labels else {"": amounts}).items():
                 counter = amount if isinstance(amount, dict) else None
                 if now := counter["total"] if counter else amount:
-                    rate = _rate(counter, unit) if counter else ""
-                    yield f"{name.replace('_', ' ')} {key}", _number(now, unit), rate
+                    rate = _rate(counter, metric.unit) if counter else ""
+                    yield f"{name.replace('_', ' ')} {key}", _number(now, metric.unit), rate
                 else:
                     zeros += 1
         yield f"{zeros} others", "0", ""
 
-    return lambda reading: _table(title, "now or total", "per second", rows=rows(reading))
+    return _table("metric", "now or total", "per second", rows=rows())
 
 
 #: The parts of each view of one server, in the order of the views' keys, from 1.
 VIEWS: dict[str, tuple[_Part, ...]] = {
     "summary": (_attention, _tiers, _tokens, _transfers),
-    "targets": (
-        _targets,
-        _counts(
-            *("lanes and queues", "read_queue_seconds", "peer_bytes", "queued_operations"),
-            *("operations_in_flight", "writes_pending", "requests_waiting", "held_cache_slots"),
-        ),
-    ),
-    "admission": (
-        _estimate,
-        _counts(
-            *("admission", "admissions", "recomputed_tokens", "loads_cut", "load_slowness"),
-            *("prefill_tokens_per_second", "pool_read_bytes_per_second", "lookups"),
-            *("resumed_tokens", "prefetches", "prefetches_ended", "kv_hints"),
-        ),
-    ),
-    "sharing": (
-        _counts(
-            *("shared and peers", "shared_entries", "shared_age_seconds", "borrowed_chunks"),
-            *("borrow_failures", "shared_hints", "peer_bytes", "peer_pulls_failed"),
-            *("peer_events", "peer_hints"),
-        ),
-    ),
-    "holes": (
-        _counts(
-            *("holes and chunks", "unstored_chunks", "unwritten_chunks", "failed_chunks"),
-            *("retired_pool_slots", "stores_suspended", "verdict_changes", "resets", "fallbacks"),
-            *("stored_chunks", "written_chunks", "evictions", "adoption_chunks", "entries"),
-        ),
-    ),
+    "targets": (_targets,),
+    "metrics": (_estimate, _counts),
 }
 
 

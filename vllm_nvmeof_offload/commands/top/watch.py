@@ -21,6 +21,7 @@ from vllm_nvmeof_offload.commands import FAILED, print_json
 from vllm_nvmeof_offload.commands.scrape import Metrics, ScrapeError, scrape_ours
 from vllm_nvmeof_offload.commands.top import screen
 from vllm_nvmeof_offload.commands.top.reading import Reading, read
+from vllm_nvmeof_offload.units import printable
 
 _REDRAW_S = 0.5
 
@@ -43,7 +44,10 @@ class Watched:
             self.reading = read(url, before, now, at_s - then_s)
             self._before = at_s, now
         except ScrapeError as error:
-            self.reading = {**self.reading, "error": str(error)}
+            self.reading = {**self.reading, "error": printable(str(error))}
+        except (LookupError, TypeError, ValueError) as error:  # labels or values of another version
+            why = printable(f"{url}: metrics of another version of this package ({error!r})")
+            self.reading = {**self.reading, "error": why}
         return self.reading
 
     def follow(self, interval_s: float) -> None:
