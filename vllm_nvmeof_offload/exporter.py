@@ -14,6 +14,7 @@ import ipaddress
 import json
 import os
 import socket
+import socketserver
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -33,7 +34,7 @@ from vllm_nvmeof_offload.metrics import METRICS, PREFIX, Series, exported
 
 #: The time between two writes of a text file.
 _FILE_PERIOD_S = 15.0
-#: A client that sends or receives nothing for this long is disconnected.
+#: A client is disconnected after this time, so that it delays others and `stop` no longer.
 _CLIENT_S = 2.0
 #: Without a configured address, the ports that are tried from the default one on.
 _PORTS_TRIED = 64
@@ -138,7 +139,8 @@ class Exporter(Collector):
         name = path.removeprefix("/requests/")
         if name == path:
             return "404 Not Found", {"error": "try /metrics, /requests/last or /requests/ID"}
-        if not ipaddress.ip_address(environ["REMOTE_ADDR"]).is_loopback:
+        client = ipaddress.ip_address(environ["REMOTE_ADDR"])
+        if not (getattr(client, "ipv4_mapped", None) or client).is_loopback:
             return "403 Forbidden", {"error": "requests are shown only to clients on this host"}
         found = self._request_log.find(None if name == "last" else name)
         if not found:
@@ -153,8 +155,24 @@ class _Handler(WSGIRequestHandler):
         """Log nothing."""
 
     def handle(self) -> None:
+        # The socket's timeout starts again with every byte.
+        timer = threading.Timer(_CLIENT_S, self._disconnect)
+        timer.start()
         with suppress(OSError):  # the client left, or is too slow
             super().handle()
+        timer.cancel()
+
+    def _disconnect(self) -> None:
+        with suppress(OSError):  # the request has just ended
+            self.connection.shutdown(socket.SHUT_RDWR)
+
+
+class _Server(WSGIServer):
+    def server_bind(self) -> None:
+        """Bind without asking DNS for this host's name, which could delay the start."""
+        socketserver.TCPServer.server_bind(self)
+        self.server_name, self.server_port = "", int(self.server_address[1])
+        self.setup_environ()
 
 
 def start_exporter(
@@ -183,7 +201,7 @@ def _listen(settings: ExporterSettings, app: Callable[..., Iterable[bytes]]) -> 
     while True:
         try:
             info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-            made = type("_Server", (WSGIServer,), {"address_family": info[0]})
+            made = type("_ServerOf", (_Server,), {"address_family": info[0]})
             return make_server(str(info[4][0]), port, app, made, _Handler)
         except (OSError, OverflowError) as error:
             if port >= last:

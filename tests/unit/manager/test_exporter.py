@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import select
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -163,6 +164,28 @@ def test_an_idle_client_does_not_keep_others_from_their_answers(rig: Rig) -> Non
             assert http.get("/metrics", timeout=60).status_code == 200
 
 
+def test_a_client_that_sends_a_byte_at_a_time_is_disconnected(rig: Rig) -> None:
+    with (
+        rig.http() as http,
+        socket.create_connection(("127.0.0.1", int(http.base_url.port or 0))) as slow,
+    ):
+        for _ in range(40):
+            slow.sendall(b"G")
+            if select.select([slow], [], [], 0.5)[0]:
+                break
+        else:
+            pytest.fail("still connected")
+
+
+def test_a_start_does_not_wait_for_dns(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(name: str = "") -> str:
+        raise AssertionError(f"DNS was asked for {name}")
+
+    monkeypatch.setattr(socket, "getfqdn", ask)
+    with rig.http() as http:
+        assert http.get("/metrics").status_code == 200
+
+
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_text_file_has_the_same_metrics_until_the_server_stops(
     rig: Rig, tmp_path: Path, count: int
@@ -220,6 +243,8 @@ def test_records_are_shown_only_to_clients_on_this_host(rig: Rig) -> None:
             ("10.0.0.7", "/metrics", "200 OK"),
             ("127.0.0.1", "/requests/a", "200 OK"),
             ("::1", "/requests/a", "200 OK"),
+            ("::ffff:127.0.0.1", "/requests/a", "200 OK"),
+            ("::ffff:10.0.0.7", "/requests/a", "403 Forbidden"),
         ):
             environ: dict[str, Any] = {"REMOTE_ADDR": address, "PATH_INFO": path}
             setup_testing_defaults(environ)
