@@ -98,6 +98,18 @@ def test_a_prompt_that_was_not_stored_is_not_sent_again() -> None:
     assert asked == 2, "the prompt, and the request before the metrics are read"
 
 
+def test_an_address_without_a_server_is_refused_in_one_line() -> None:
+    result = CliRunner().invoke(app, ["try", "--url", "http://[::1"])
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit)
+    assert "no answer" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_a_models_name_cannot_control_the_terminal() -> None:
+    with MadeUpServer(page=ROOM, model="a\x1b[2J") as server:
+        result = attempt(server)
+    assert "model a\\x1b[2J" in result.stdout and "\x1b" not in result.stdout
+
+
 def test_other_traffic_is_reported() -> None:
     with MadeUpServer(page=ROOM.replace("running 0", "running 3"), others=10) as server:
         (running, tokens) = found(server)["warnings"]

@@ -13,7 +13,6 @@ import random
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import product
-from typing import Any
 
 import typer
 from rich.console import Console
@@ -74,9 +73,10 @@ def run(url: str, model: str | None, tokens: int, api_key: str | None, as_json: 
         async with Client(url, model=model or "", api_key=api_key) as client:
             with bar:
                 task = bar.add_task("")
-                return await _try(client, url, tokens, functools.partial(bar.update, task))
+                return await _try(client, start, url, tokens, functools.partial(bar.update, task))
 
     url = url.rstrip("/").removesuffix("/v1")
+    start = scrape_ours(url)
     tried = asyncio.run(work())
     if as_json:
         print_json({**asdict(tried), "proved": tried.proved})
@@ -85,8 +85,9 @@ def run(url: str, model: str | None, tokens: int, api_key: str | None, as_json: 
     return 0 if tried.proved else 1
 
 
-async def _try(client: Client, url: str, tokens: int, progress: Callable[..., None]) -> Tried:
-    start = scrape_ours(url)
+async def _try(
+    client: Client, start: Metrics, url: str, tokens: int, progress: Callable[..., None]
+) -> Tried:
     prompt = _words(tokens)
     progress(description="first time", total=None)
     first = await _ask(client, prompt, tokens)
@@ -140,6 +141,7 @@ async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[.
         gpu += int(blocks) * int(size) if blocks.isdigit() and size.isdigit() else 0
     room = max(now.value(f"{PREFIX}capacity_tokens", tier=tier) for tier in ("cpu", "pool"))
     sent, needed = 0, gpu + tokens
+    left = math.ceil(needed / tokens)
     if not gpu or room < needed + tokens:
         why = f"it holds {gpu:,} tokens, more than the larger tier ({room:,.0f}) can keep"
         if not gpu:
@@ -148,9 +150,10 @@ async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[.
             "the GPU's cache can be emptied neither by /reset_prefix_cache (start the server with "
             f"VLLM_SERVER_DEV_MODE=1) nor by other prompts: {why}"
         )
-    while sent < needed:
+    while left:
         progress(description="replacing the GPU's content", completed=sent, total=needed)
-        count = min(_FLOODING, math.ceil((needed - sent) / tokens))
+        count = min(_FLOODING, left)
+        left -= count
         asked = (_ask(client, _words(tokens), tokens, 1) for _ in range(count))
         sent += sum(answer.tokens_in for answer in await asyncio.gather(*asked))
     await client.settle()
@@ -174,7 +177,7 @@ def _words(count: int) -> str:
 
 
 def _print(tried: Tried) -> None:
-    rows: dict[str, Any] = {
+    rows = {
         "prompt": f"{tried.prompt_tokens:,} tokens, model {tried.model}",
         "first time": f"first token after {human_seconds(tried.first_ttft_s)}",
         "GPU cache": tried.emptied or "not emptied",
@@ -188,6 +191,6 @@ def _print(tried: Tried) -> None:
         rows["answers"] = "the same" if tried.same_answer else "different"
     rows["result"] = "loaded from a tier" if tried.proved else "NOT PROVED"
     for name, text in rows.items():
-        typer.echo(f"{name:12} {text}")
+        typer.echo(f"{name:12} {printable(text)}")
     for warning in tried.warnings:
-        typer.echo(f"warning: {warning}", err=True)
+        typer.echo(f"warning: {printable(warning)}", err=True)

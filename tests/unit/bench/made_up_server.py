@@ -26,7 +26,8 @@ class MadeUpServer:
     resets, metrics: whether it has these routes. skew: added to every answer's token. wavers:
     whether an answer also depends on the number of earlier requests. page: appended to its metrics,
     with the chunks stored and tokens loaded of our package if it is not empty. gpu_tokens: the size
-    of its "GPU memory"; 0: unlimited. others: prompt tokens of other clients per request.
+    of its "GPU memory"; 0: unlimited. others: prompt tokens of other clients per request. model: the
+    name of its model.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class MadeUpServer:
         page: str = "",
         gpu_tokens: int = 0,
         others: int = 0,
+        model: str = "made-up",
     ) -> None:
         self.fails, self.resets, self.metrics, self.skew = fails, resets, metrics, skew
         self.wavers, self.gpu_tokens, self.others = wavers, gpu_tokens, others
-        self.asked, self._more = 0, page
+        self.asked, self._more, self.model = 0, page, model
         self.counts = {"prompt": 0, "gpu": 0, "cpu": 0}
         self._gpu: dict[tuple[int, ...], int] = {}
         self._cpu: set[tuple[int, ...]] = set()
@@ -117,7 +119,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/v1/models":
-            self._send(200, json.dumps({"data": [{"id": "made-up"}]}))
+            self._send(200, json.dumps({"data": [{"id": self.owner.model}]}))
         elif self.path == "/metrics" and self.owner.metrics:
             self._send(200, self.owner.page())
         else:
@@ -134,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(404, "no such route")
 
     def _complete(self, asked: dict[str, Any]) -> None:
-        assert asked["model"] == "made-up"
+        assert asked["model"] == self.owner.model
         prompt = asked["prompt"]
         if isinstance(prompt, str):
             words = prompt.split()[-asked["truncate_prompt_tokens"] :]
