@@ -45,7 +45,7 @@ from vllm_nvmeof_offload.pool.survey import (
     survey,
     unused_keyspaces,
 )
-from vllm_nvmeof_offload.units import MIB, format_bytes
+from vllm_nvmeof_offload.units import MIB, format_bytes, printable
 
 _OWNER_KINDS = ("free", "dead", "silent", "live")
 _LISTED_MAX = 20
@@ -409,18 +409,16 @@ def prune(given: Sequence[Path] | None, unused_for: str, yes: bool, as_json: boo
     unused_s = read_option("--unused-for", unused_for, parse_duration, gt=0)
     targets = targets_of(given)
     ages = unused_keyspaces(parts := survey(find(targets)), time.time())
-    chosen: dict[str, list[RankDirectory]] = {}
-    for part in parts:
-        if ages.get(part.directory.keyspace, 0.0) >= unused_s:
-            chosen.setdefault(part.directory.keyspace, []).append(part.directory)
-    for keyspace, directories in list(chosen.items()):
+    chosen: list[Surveyed] = []
+    for keyspace in (keyspace for keyspace, age in ages.items() if age >= unused_s):
+        of_keyspace = [one for one in parts if one.directory.keyspace == keyspace]
         try:
-            offline.check_ours(one.path for one in directories)
+            offline.check_ours(one.path for one in of_keyspace)
+            chosen += of_keyspace
         except PoolError as error:
-            typer.echo(f"left: {error}", err=True)
-            del chosen[keyspace]
+            typer.echo(f"left: {printable(str(error))}", err=True)
     if chosen:
-        remove([one for directories in chosen.values() for one in directories], yes, as_json)
+        _remove(chosen, yes, as_json)
     elif as_json:
         print_json({"removed": []})
     else:
@@ -435,6 +433,10 @@ def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> No
     for part in parts:
         if part.owner.kind == "live":
             raise PoolLockedError(f"{part.path} is in use ({part.owner}): stop that server first")
+    _remove(parts, yes, as_json)
+
+
+def _remove(parts: Sequence[Surveyed], yes: bool, as_json: bool) -> None:
     if not yes:
         if as_json:
             raise PoolError("--json: cannot ask for confirmation; give --yes as well")
@@ -444,7 +446,7 @@ def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> No
             typer.echo(f"{part.path}  {size}  {used}  model {model!r}", err=True)
         what = "this directory" if len(parts) == 1 else f"these {len(parts)} directories"
         typer.confirm(f"Remove {what}?", abort=True, err=True)
-    removed = offline.remove(directories)
+    removed = offline.remove([part.directory for part in parts])
     if as_json:
         print_json({"removed": [asdict(one) for one in removed]})
         return
