@@ -26,8 +26,8 @@ class MadeUpServer:
     resets, metrics: whether it has these routes. skew: added to every answer's token. wavers:
     whether an answer also depends on the number of earlier requests. page: appended to its metrics,
     with the chunks stored and tokens loaded of our package if it is not empty. gpu_tokens: the size
-    of its "GPU memory"; 0: unlimited. others: prompt tokens of other clients per request. model: the
-    name of its model.
+    of its "GPU memory"; 0: unlimited. others: prompt tokens of other clients per request. model:
+    its model's name.
     """
 
     def __init__(

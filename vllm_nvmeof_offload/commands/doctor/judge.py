@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from vllm_nvmeof_offload.commands.doctor.host import Nic
 from vllm_nvmeof_offload.fabric.findings import Finding, error, ok, warning
 from vllm_nvmeof_offload.fabric.machine import Machine
-from vllm_nvmeof_offload.fabric.rdma import ACTIVE, ROCE_V2, Gid, RdmaPort, roce_payload_bytes
+from vllm_nvmeof_offload.fabric.rdma import ACTIVE, ROCE_V2, RdmaPort, roce_payload_bytes
 from vllm_nvmeof_offload.fabric.topology import (
     LIVE,
     OFF,
@@ -179,52 +179,43 @@ def judge_rdma(
         nic = nics.get(controller.name)
         if controller.transport != "rdma" or nic is None:
             continue
-        gids = [(port, gid) for port in ports for gid in port.on(nic.name)]
-        if not gids:
+        port = next((port for port in ports if port.on(nic.name)), None)
+        if port is not None:
+            yield from _judge_port(controller, nic, port)
+        elif any(port.gids for port in ports):  # the GIDs of an InfiniBand port name no interface
             evidence = f"{controller.name} uses {nic.name}, on which there is no RoCE port"
-            remedy = (
-                "name an interface of a RoCE card: nvme connect … --host-iface; see `rdma link`"
-            )
-            # The GIDs of an InfiniBand port name no interface.
-            if any(port.gids for port in ports):
-                yield warning("rdma_port", evidence, remedy)
-            continue
-        port = gids[0][0]
-        shown = f"{controller.name}: {port.device}/{port.number} on {nic.name} {port.state}"
-        if port.state in (ACTIVE, None):
-            yield ok("rdma_port", shown)
-        else:
-            yield warning("rdma_port", shown, "check the cable and the switch; see `rdma link`")
-        yield _judge_gid(controller, [gid for _, gid in gids], port)
-        yield from _judge_roce_mtu(controller, nic)
+            remedy = "name an interface of a RoCE card with --host-iface; see `rdma link`"
+            yield warning("rdma_port", evidence, remedy)
 
 
-def _judge_gid(controller: Controller, gids: list[Gid], port: RdmaPort) -> Finding:
+def _judge_port(controller: Controller, nic: Nic, port: RdmaPort) -> Iterator[Finding]:
+    name, gids = f"{controller.name}: {port.device}", port.on(nic.name)
+    shown = f"{name}/{port.number} on {nic.name} {port.state}"
+    if port.state in (ACTIVE, None):
+        yield ok("rdma_port", shown)
+    else:
+        yield warning("rdma_port", shown, "check the cable and the switch; see `rdma link`")
     is_v6 = ":" in (controller.traddr or "")
     family = ipaddress.IPv6Address if is_v6 else ipaddress.IPv4Address
     fitting = [
-        gid
+        f"{gid.index} ({gid.address}, {ROCE_V2})"
         for gid in gids
         if gid.kind == ROCE_V2 and isinstance(gid.address, family) and not gid.address.is_link_local
     ]
     if fitting:
-        shown = ", ".join(f"{gid.index} ({gid.address}, {ROCE_V2})" for gid in fitting)
-        return ok("rdma_gid", f"{controller.name}: {port.device} has GID {shown}")
-    kinds = ", ".join(sorted({f"{gid.address} ({gid.kind})" for gid in gids}, key=str))
-    evidence = (
-        f"{controller.name}: {port.device} has no {ROCE_V2} GID of the address family of "
-        f"{controller.traddr}, only {kinds}"
-    )
-    remedy = f"ip addr add ADDRESS/PREFIX dev {gids[0].interface}; each address makes a GID"
-    return warning("rdma_gid", evidence, remedy)
-
-
-def _judge_roce_mtu(controller: Controller, nic: Nic) -> Iterator[Finding]:
+        yield ok("rdma_gid", f"{name} has GID {', '.join(fitting)}")
+    else:
+        evidence = (
+            f"{name} has no {ROCE_V2} GID of the address family of {controller.traddr}, only "
+        )
+        evidence += ", ".join(sorted({f"{gid.address} ({gid.kind})" for gid in gids}))
+        remedy = f"ip addr add ADDRESS/PREFIX dev {nic.name}; each address makes a GID"
+        yield warning("rdma_gid", evidence, remedy)
     if nic.mtu is None:
         return
     carried = roce_payload_bytes(nic.mtu)
-    interface = f"{controller.name}: {nic.name} has MTU {nic.mtu}"
-    evidence = f"{interface}, so that an RDMA packet carries {carried} bytes"
+    evidence = f"{controller.name}: {nic.name} has MTU {nic.mtu}, so that an RDMA packet carries "
+    evidence += f"{carried} bytes"
     if carried >= _ROCE_PAYLOAD_BYTES:
         yield ok("rdma_mtu", evidence)
     else:

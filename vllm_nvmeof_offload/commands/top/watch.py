@@ -51,14 +51,10 @@ class Watched:
         return self.reading
 
     def follow(self, interval_s: float) -> None:
-        """Update on a thread that ends with the process."""
-
-        def run() -> None:
-            while True:
-                time.sleep(interval_s)
-                self.update()
-
-        threading.Thread(target=run, daemon=True).start()
+        """Update until the process ends."""
+        while True:
+            time.sleep(interval_s)
+            self.update()
 
 
 def run(urls: Sequence[str], interval_s: float, once: bool, as_json: bool) -> int:
@@ -74,7 +70,7 @@ def run(urls: Sequence[str], interval_s: float, once: bool, as_json: bool) -> in
     console = Console()
     if not (once or as_json) and console.is_terminal:
         for one in watched:
-            one.follow(interval_s)
+            threading.Thread(target=one.follow, args=(interval_s,), daemon=True).start()
         _live(console, watched)
         return 0
     time.sleep(interval_s)
@@ -88,16 +84,18 @@ def run(urls: Sequence[str], interval_s: float, once: bool, as_json: bool) -> in
 
 
 def _live(console: Console, watched: Sequence[Watched]) -> None:
-    many = int(len(watched) > 1)
-    views = ["servers", *screen.VIEWS][1 - many :]
-    view, number = 0, 0
-    keys = [f"{at + 1 - many} {name}" for at, name in enumerate(views)]
-    help_line = Text("  ".join([*keys, *["n next"] * many, "q quit"]), "dim")
+    views = {str(number): name for number, name in enumerate(screen.VIEWS, 1)}
+    if len(watched) > 1:
+        views = {"0": "servers", **views, "n": "next"}
+    help_line = Text(
+        "  ".join(f"{key} {does}" for key, does in {**views, "q": "quit"}.items()), "dim"
+    )
+    view, number = next(iter(views)), 0
     with _keys() as wait, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             readings = [one.reading for one in watched]
             shown: RenderableType = screen.servers(readings)
-            if views[view] != "servers":
+            if view != "0":
                 shown = screen.server(readings[number], [views[view]])
             live.update(Group(help_line, shown), refresh=True)
             key = wait(_REDRAW_S)
@@ -105,8 +103,8 @@ def _live(console: Console, watched: Sequence[Watched]) -> None:
                 return
             if key == "n":
                 number = (number + 1) % len(watched)
-            elif key.isdigit() and 0 <= int(key) - 1 + many < len(views):
-                view = int(key) - 1 + many
+            elif key in views:
+                view = key
 
 
 @contextlib.contextmanager
