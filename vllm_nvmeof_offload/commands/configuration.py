@@ -22,7 +22,7 @@ from rich.console import Console
 
 from vllm_nvmeof_offload import BACKEND
 from vllm_nvmeof_offload.commands import print_json
-from vllm_nvmeof_offload.commands.size.deployment import Deployment
+from vllm_nvmeof_offload.commands.size.deployment import VLLM_OPTIONS, Deployment
 from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import ModelShape, preset, read_model
 from vllm_nvmeof_offload.config import (
@@ -46,14 +46,6 @@ from vllm_nvmeof_offload.vllm_adapter.configure import EXTRA, TRANSFER_FIELDS, e
 
 _COLUMNS_MAX = 100
 _TRANSFER = "kv-transfer-config"
-#: vLLM's options in a YAML file → fields of `Deployment`.
-_OPTIONS = {
-    "tensor-parallel-size": "tensor_parallel",
-    "pipeline-parallel-size": "pipeline_parallel",
-    "prefill-context-parallel-size": "prefill_context_parallel",
-    "decode-context-parallel-size": "decode_context_parallel",
-    "block-size": "block_tokens",
-}
 
 # -- the keys -----------------------------------------------------------------------------
 
@@ -259,7 +251,7 @@ def _take_options(options: dict[str, Any], extra: dict[str, Any], given: dict[st
 
     Returns the name of what sets the size of the staging.
     """
-    for name, field in _OPTIONS.items():
+    for name, field in VLLM_OPTIONS.items():
         if name in options and given[field] in (None, 1):
             given[field] = _number(options, name, int)
     if "data-parallel-size" in options:

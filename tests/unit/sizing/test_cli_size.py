@@ -97,6 +97,17 @@ def test_the_lines_to_paste_are_what_a_server_takes() -> None:
     assert size_json("--preset", "Qwen3-8B", "--context", "8").commands == []
 
 
+def test_the_lines_to_paste_start_as_many_ranks_as_were_sized() -> None:
+    sizes = ("--tp", "16", "--pp", "2", "--pcp", "2", "--dcp", "2", "--block-tokens", "32")
+    words = size_json("--preset", "Llama-3.1-70B-Instruct", *sizes).commands[-1].split()
+    options = dict(zip(words[3::2], words[4::2], strict=True))
+    assert options["--tensor-parallel-size"] == "16"
+    assert options["--pipeline-parallel-size"] == "2"
+    assert options["--prefill-context-parallel-size"] == "2"
+    assert options["--decode-context-parallel-size"] == "2"
+    assert options["--block-size"] == "32"
+
+
 def test_layers_of_every_kind_are_shown() -> None:
     shown = runner.invoke(
         app, ["size", "--preset", "Qwen3-Next-80B-A3B-Instruct"], env={"COLUMNS": "250"}

@@ -26,6 +26,14 @@ _NETWORK = re.compile(r"^(\d+(?:\.\d+)?)\s*(?:gbe|gbps|gbit/s|gb/s|gbib|gib)$", 
 _NUMBER = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*$", re.IGNORECASE)
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 _TOKENS = {"": 1, "k": 1 << 10, "m": 1 << 20}
+#: vLLM's options → fields of `Deployment`.
+VLLM_OPTIONS = {
+    "tensor-parallel-size": "tensor_parallel",
+    "pipeline-parallel-size": "pipeline_parallel",
+    "prefill-context-parallel-size": "prefill_context_parallel",
+    "decode-context-parallel-size": "decode_context_parallel",
+    "block-size": "block_tokens",
+}
 _BOUNDS = {
     "ge": (operator.ge, "greater than or equal to"),
     "gt": (operator.gt, "greater than"),

@@ -18,7 +18,7 @@ from dataclasses import astuple, dataclass
 from typing import NamedTuple
 
 from vllm_nvmeof_offload.commands import table, wide_console
-from vllm_nvmeof_offload.commands.size.deployment import Deployment, parse_link
+from vllm_nvmeof_offload.commands.size.deployment import VLLM_OPTIONS, Deployment, parse_link
 from vllm_nvmeof_offload.commands.size.kv import Advice, KvSizes, Reload, Room
 from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
 from vllm_nvmeof_offload.errors import ConfigError
@@ -283,11 +283,9 @@ def _commands(sizes: KvSizes, advice: Advice) -> list[str]:
     deployment = sizes.deployment
     targets = ":".join(f"/mnt/kv/{number}" for number in range(advice.targets))
     words = ["vllm serve", shlex.quote(sizes.model.name)]
-    for flag, ranks in (
-        ("--tensor-parallel-size", deployment.tensor_parallel),
-        ("--pipeline-parallel-size", deployment.pipeline_parallel),
-    ):
-        words += [flag, str(ranks)] if ranks > 1 else []
+    for option, name in VLLM_OPTIONS.items():
+        value = getattr(deployment, name)
+        words += [f"--{option}", str(value)] if value not in (None, 1) else []
     words += ["--kv-cache-dtype fp8"] if deployment.kv_element_bytes == 1 else []
     words += ["--kv-offloading-backend nvmeof"]
     words += ["--kv-offloading-size", str(-(-advice.staging_bytes // GIB))]
