@@ -368,6 +368,15 @@ def test_ls_says_where_it_found_no_pools(tmp_path: Path, monkeypatch: pytest.Mon
     assert f"no pools: {tmp_path / 't'} does not exist; name the targets" in run("ls").stdout
 
 
+def test_a_pool_cannot_control_the_terminal(tmp_path: Path) -> None:
+    keyspace = Keyspace.of({**OLD, "model": "a\x1b[2J"})
+    pool = Pool.open(make_spec(tmp_path, keyspace=keyspace))
+    pool.close()
+    for words in (["ls"], ["inspect", str(pool.directories[0])]):
+        shown = run(*words, "--target", tmp_path).stdout
+        assert "\x1b" not in shown and "a\\x1b[2J" in shown
+
+
 def test_prune_removes_only_what_was_unused_for_so_long(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     write_pool(a, b)

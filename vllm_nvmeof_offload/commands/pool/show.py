@@ -247,10 +247,10 @@ def progress() -> Iterator[Callable[[RankDirectory, int, int], None]]:
 
 
 def _print(*lines: str) -> None:
-    """Print text verbatim: text from disk is neither parsed as markup nor wrapped."""
+    """Print lines without markup and wrapping. Text from disk cannot control the terminal."""
     console = Console()
     for line in lines:
-        console.print(Text(line), soft_wrap=True)
+        console.print(Text(printable(line)), soft_wrap=True)
 
 
 def _time(seconds: float | None) -> str:
