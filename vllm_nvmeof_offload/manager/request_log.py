@@ -127,15 +127,17 @@ class RequestLog:
     def find(self, request_id: str | None) -> list[dict[str, Any]]:
         """Return the records of a request, oldest first, or the newest record for None.
 
-        vLLM appends a number and random digits to the id in its answer: these records match too.
+        vLLM appends a number and random digits to the id in its answer. The records of such ids are
+        returned if none has exactly `request_id`.
         """
+        name = (request_id or "")[:_ID_CHARS_MAX]
         with self._lock:
-            records = list(self._starts.items())
+            exact = self._starts.get(name) if name else None
+            records = [(name, exact)] if exact else list(self._starts.items())
         if request_id is None:
             records = records[-1:]
-        else:
-            name = request_id[:_ID_CHARS_MAX]
-            records = [one for one in records if one[0] == name or one[0].startswith(f"{name}-")]
+        elif not exact:
+            records = [one for one in records if one[0].startswith(f"{name}-")]
         return [
             {"request": name, "starts": [start.describe() for start in starts]}
             for name, starts in records

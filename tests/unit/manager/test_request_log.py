@@ -33,6 +33,15 @@ def test_the_number_of_records_and_their_sizes_are_bounded() -> None:
     assert len(last["starts"]) == 8
 
 
+def test_a_whole_id_names_one_record() -> None:
+    log = RequestLog()
+    for name in ("a", "a-0-12ab", "b-0-12ab", "b-1-34cd"):
+        log.started(name, record())
+    assert [one["request"] for one in log.find("a")] == ["a"]
+    assert [one["request"] for one in log.find("b")] == ["b-0-12ab", "b-1-34cd"]
+    assert log.find("") == []
+
+
 def test_the_first_start_and_the_last_ones_are_kept() -> None:
     log = RequestLog()
     for number in range(20):
