@@ -128,9 +128,8 @@ def check(
         if options is not None:
             key = _take_options(options, extra, given)
             named = options.get("model")
-            kv_dtype = (
-                str(options.get("kv-cache-dtype", "auto")) if kv_dtype == "auto" else kv_dtype
-            )
+            if kv_dtype == "auto":
+                kv_dtype = str(options.get("kv-cache-dtype", "auto"))
     except ConfigError as error:
         errors += errors_of(error)
     settings, wrong = diagnose(extra)

@@ -15,7 +15,6 @@ import typer
 from vllm_nvmeof_offload.commands import print_json
 from vllm_nvmeof_offload.commands.scrape import ScrapeError, get
 from vllm_nvmeof_offload.config import METRICS_ADDRESS
-from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import printable
 
 _COLUMNS = 80
@@ -29,7 +28,7 @@ _TIERS = {
 def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
     """Print the records of a request, or of the last one if `request_id` is None.
 
-    Raises: ConfigError: the server does not answer, or has no such record.
+    Raises: ScrapeError: the server does not answer, or has no such record.
     """
     url = (url or f"http://{METRICS_ADDRESS}").rstrip("/")
     records = _records(url, request_id)
@@ -39,8 +38,8 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
     try:
         lines = [line for record in records for line in _lines(record)]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        remedy = f"its records have another form ({error!r}); give a server of this version"
-        raise ConfigError("--url", url, remedy) from None
+        why = f"its records have another form ({error!r}); give a server of this version"
+        raise ScrapeError(f"{url}: {why}") from None
     for line in lines:
         # The client chose a part of the id, which could control the terminal.
         wrapped = textwrap.wrap(printable(line), _COLUMNS, subsequent_indent=" " * 6)
@@ -49,19 +48,19 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
 
 def _records(url: str, request_id: str | None) -> list[dict[str, Any]]:
     name = "last" if request_id is None else quote(request_id, safe="")
+    remedy = (
+        "give the address in the server's start line as --url, or start the server with "
+        f"VLLM_NVMEOF_METRICS_LISTEN={METRICS_ADDRESS}"
+    )
+    status, text = get(f"{url}/requests/{name}", remedy)
     try:
-        status, text = get(f"{url}/requests/{name}")
         body = json.loads(text)
-    except (ScrapeError, ValueError, RecursionError) as error:
-        remedy = (
-            f"does not answer ({error}); give the address in the server's start line, or start "
-            f"the server with VLLM_NVMEOF_METRICS_LISTEN={METRICS_ADDRESS}"
-        )
-        raise ConfigError("--url", url, remedy) from None
+    except (ValueError, RecursionError) as error:
+        raise ScrapeError(f"{url} answers no JSON ({error}); {remedy}") from None
     if isinstance(body, list):
         return body
     given = body.get("error") if isinstance(body, dict) else f"HTTP status {status}"
-    raise ConfigError("--url", url, f"{given}; each engine records its own requests")
+    raise ScrapeError(f"{url}: {given}; each engine records its own requests")
 
 
 def _lines(record: dict[str, Any]) -> Iterator[str]:

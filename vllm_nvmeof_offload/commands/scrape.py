@@ -68,11 +68,11 @@ class Metrics:
         return sum(value for have, value in self.samples(name) if labels.items() <= have.items())
 
 
-def get(page: str) -> tuple[int, str]:
+def get(page: str, remedy: str) -> tuple[int, str]:
     """Return the status and the text of the answer to an HTTP request.
 
     Raises:
-        ScrapeError: there is no answer, or it is too long or too slow.
+        ScrapeError: there is no answer, or it is too long or too slow; ends with `remedy`.
     """
     body, ends_s = bytearray(), time.monotonic() + _ANSWER_S_MAX
     try:
@@ -82,7 +82,7 @@ def get(page: str) -> tuple[int, str]:
                 if len(body) > ANSWER_BYTES_MAX or time.monotonic() > ends_s:
                     raise ScrapeError(f"{page}: the answer is too long or too slow")
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # ValueError: a wrong name
-        raise ScrapeError(f"{page}: no answer ({error})") from None
+        raise ScrapeError(f"{page}: no answer ({error}); {remedy}") from None
     return answer.status_code, body.decode(errors="replace")
 
 
@@ -94,10 +94,7 @@ def scrape(url: str) -> Metrics:
     """
     page = f"{url.rstrip('/').removesuffix('/metrics')}/metrics"
     remedy = "give the address of a running server, such as http://127.0.0.1:8000"
-    try:
-        status, text = get(page)
-    except ScrapeError as error:
-        raise ScrapeError(f"{error}; {remedy}") from None
+    status, text = get(page, remedy)
     if status != httpx.codes.OK:
         raise ScrapeError(f"{page}: HTTP {status}; {remedy}")
     return Metrics(text)
