@@ -16,8 +16,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.kv_offload.base import LookupResult, OffloadingManager, OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.request import Request
 
 from vllm_nvmeof_bench.reports.hotpath import CASES, Sample
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
@@ -388,3 +394,47 @@ class VllmManager(_Manager):
         complete = self.manager.complete_load
         recorder.time(case, "report", count, lambda: self.complete(complete, batches, contexts))
         recorder.time(case, "end", count, lambda: self.end(contexts))
+
+
+class Blocks:
+    """vLLM's manager of GPU blocks, each of which is one chunk, with room for a prompt of `chunks`.
+
+    It measures vLLM's own work for a load in the step that plans it, to compare our part of that
+    step with. No GPU memory is allocated. The prefix cache is on, as it is by default.
+    """
+
+    def __init__(self, chunks: int) -> None:
+        spec = FullAttentionSpec(
+            block_size=_TOKENS_PER_CHUNK, num_kv_heads=1, head_size=1, dtype=torch.float32
+        )
+        config = KVCacheConfig(chunks + 2, [], [KVCacheGroupSpec(["layer"], spec)])
+        tokens = (chunks + 1) * _TOKENS_PER_CHUNK
+        sizes = dict.fromkeys(("scheduler_block_size", "hash_block_size"), _TOKENS_PER_CHUNK)
+        self._manager = KVCacheManager(config, max_model_len=tokens, enable_caching=True, **sizes)
+        init_none_hash(_hash)
+        self._hasher = get_request_block_hasher(_TOKENS_PER_CHUNK, _hash)
+        self._made = 0
+
+    def measure(self, recorder: Recorder, chunks: int) -> None:
+        """Measure the allocation of a load of `chunks` chunks, and what follows the load."""
+        self._made += 1
+        tokens = [self._made] * (chunks * _TOKENS_PER_CHUNK + 1)  # one token is left to compute
+        request = Request(
+            str(self._made), tokens, SamplingParams(), None, block_hasher=self._hasher
+        )
+        loaded = chunks * _TOKENS_PER_CHUNK
+
+        def allocate() -> Any:
+            return self._manager.allocate_slots(
+                request, 0, num_external_computed_tokens=loaded, delay_cache_blocks=True
+            )
+
+        got = recorder.time("blocks", "allocate", chunks, allocate)
+        assert got is not None, "there are enough blocks"
+        recorder.time("blocks", "name", chunks, lambda: self._manager.cache_blocks(request, loaded))
+        self._manager.free(request)
+
+
+def _hash(value: Any) -> bytes:
+    """Return a block's hash. vLLM hashes when a request arrives; this is no part of the figures."""
+    return hash(value).to_bytes(8, "little", signed=True) * 4

@@ -35,7 +35,6 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.hotpath import managers
-from vllm_nvmeof_bench.hotpath.blocks import Blocks
 from vllm_nvmeof_bench.hotpath.worker import Worker
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.reports.hotpath import CASES, ONE, OURS, SIDES, VLLM, Sample
@@ -140,7 +139,7 @@ class _Round:
         self._number, self._settings = number, settings
         adopted, rank_s = table.adopt()
         self._ours = managers.OurManager(adopted, settings.cache_slots)
-        self._blocks = Blocks(max(settings.chunks))
+        self._blocks = managers.Blocks(max(settings.chunks))
         for stage, seconds in (("adopt_rank", rank_s), ("adopt_manager", self._ours.attach_s)):
             us = 1e6 * seconds / settings.entries
             self.samples.append(_start_sample(settings, stage, OURS, number, us))
