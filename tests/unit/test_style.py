@@ -42,10 +42,10 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 179
-PRODUCT_LINES_MAX = 43_370
+PRODUCT_FILES_MAX = 182
+PRODUCT_LINES_MAX = 45_570
 BENCH_FILES_MAX = 83
-BENCH_LINES_MAX = 18_800
+BENCH_LINES_MAX = 18_900
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 
