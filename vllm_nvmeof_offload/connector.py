@@ -313,9 +313,10 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return found, later
 
     def _may_prefetch(self, request: Any) -> bool:
-        """Return whether the request may be loaded from both tiers."""
+        """Return whether the request may be loaded at all, and from both tiers."""
         both = self._view.sources_of(request) == FROM_CPU | FROM_POOL
-        return both and not request.skip_reading_prefix_cache
+        limit = self.scheduler._req_status[request.request_id].max_load_tokens
+        return both and limit != 0 and not request.skip_reading_prefix_cache
 
     @timed
     def update_state_after_alloc(

@@ -286,6 +286,17 @@ def test_a_request_is_loaded_from_the_tiers_that_it_names(
     assert engine.connector._may_prefetch(request) is prefetched
 
 
+@pytest.mark.parametrize(("limit", "prefetched"), [(None, True), (0, False), (BLOCK, True)])
+def test_nothing_is_fetched_for_a_request_that_may_load_nothing(
+    limit: int | None, prefetched: bool
+) -> None:
+    engine = Engine(3, pool_slots=8)
+    engine.store(0)
+    request = engine.arrive("a", 0)
+    engine.side._req_status["a"].max_load_tokens = limit
+    assert engine.connector._may_prefetch(request) is prefetched
+
+
 def test_a_chunk_that_is_being_fetched_is_no_hit_of_the_second_look_up() -> None:
     """It would wait for the very read that was declined."""
     engine = Engine(2, pool_slots=8)
