@@ -49,6 +49,7 @@ from vllm_nvmeof_offload.vllm_adapter.new_weights import OldKV, logged_in_one_li
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, key_bytes_of, timed
 from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings
 from vllm_nvmeof_offload.vllm_adapter.supported import count_nodes, refuse_unsupported, replica_of
+from vllm_nvmeof_offload.vllm_adapter.tracing import trace_loads
 from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker, worker_class
 
 __all__ = [
@@ -360,14 +361,19 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     @timed
     def request_finished(self, request: Any, block_ids: Any, **more: Any) -> Any:
-        self._old_kv.finished(request.request_id)
+        self._finished(request)
         return self._answered(request, super().request_finished(request, block_ids, **more))
 
     @timed
     def request_finished_all_groups(self, request: Any, block_ids: Any, **more: Any) -> Any:
-        self._old_kv.finished(request.request_id)
+        self._finished(request)
         done = super().request_finished_all_groups(request, block_ids, **more)
         return self._answered(request, done)
+
+    def _finished(self, request: Any) -> None:
+        self._old_kv.finished(request.request_id)
+        if headers := getattr(request, "trace_headers", None):
+            trace_loads(headers, self._manager.core.request_log.find(request.request_id))
 
     def _answered(self, request: Any, done: Any) -> Any:
         """Return vLLM's result of `request_finished` with our answer to the request's kv_hint,

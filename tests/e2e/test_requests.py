@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+import gzip
+import http.server
 import json
 import os
 import re
 import shutil
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +26,8 @@ from tests.e2e import faults_rig as rig
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
 LOADED = "vllm:nvmeof_loaded_tokens_total"
 HINTS = "vllm:nvmeof_kv_hints_total"
+#: The trace to which the commands' requests belong.
+TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
 
 def commands() -> dict[str, str]:
@@ -46,7 +54,8 @@ class Shell:
             rig.ask_and_settle(self._server, self._others)
         rig.forget_gpu(self._server)
         self._before = rig.metrics(self._server)
-        command = command.replace("curl -s ", r"curl -s -w '\n%{http_code}' ", 1)
+        more = rf"-H 'traceparent: 00-{TRACE}-00f067aa0ba902b7-01' -w '\n%{{http_code}}'"
+        command = command.replace("curl -s ", f"curl -s {more} ", 1)
         done = subprocess.run(
             ["bash", "-c", command],
             env=self._environment,
@@ -66,30 +75,77 @@ class Shell:
         return rig.grown(self._server, self._before, name, **labels)
 
 
+@contextmanager
+def collector() -> Iterator[tuple[str, list[Any]]]:
+    """Yield the address of an OpenTelemetry collector, and the spans that have reached it."""
+    from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+    spans: list[Any] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            if self.headers.get("Content-Encoding") == "gzip":
+                body = gzip.decompress(body)
+            for resource in ExportTraceServiceRequest.FromString(body).resource_spans:
+                spans.extend(span for scope in resource.scope_spans for span in scope.spans)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listening:
+        threading.Thread(target=listening.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.server_port}/v1/traces", spans
+        listening.shutdown()
+
+
 def test_the_commands_of_the_page_on_requests(tmp_path: Path) -> None:
     if shutil.which("curl") is None:
         pytest.skip("curl is not installed")
+    pytest.importorskip("opentelemetry.proto", reason="the trace's collector reads its messages")
     page, prompts = commands(), rig.prompts()
-    with rig.start(rig.spec(tmp_path / "pool"), "requests") as server:
-        rig.ask_and_settle(server, prompts)
-        shell = Shell(server, prompts[0], prompts[1:])
-        shell.run(page.pop("Limit what is loaded"))
-        assert shell.grown(LOADED) == 0
-        shell.run(page.pop("Limit from where"))
-        assert shell.grown(LOADED, source="pool") == 0
-        shell.run(page.pop("Name helpers"))
-        assert shell.grown("vllm:nvmeof_peer_hints_total", helper="unknown") == 1
-        assert shell.grown(LOADED, source="pool") >= rig.CHUNK_TOKENS, "as without the limits"
-        answer = shell.run(page.pop("Give hints"))
-        kinds = ("prefetch", "retain", "demote", "unknown", "malformed")
-        assert [shell.grown(HINTS, advice=kind) for kind in kinds] == [1, 1, 1, 0, 0]
-        assert answer["kv_transfer_params"] == documented_answer()
-        salted = page.pop("Separate tenants")
-        assert shell.run(salted)["kv_transfer_params"] is None
-        assert shell.grown(LOADED) == 0, "what was stored without the salt is not found"
-        shell.run(salted, cold=False)
-        assert shell.grown(LOADED) >= rig.CHUNK_TOKENS
-    assert not page, "a command of the page was not run"
+    spec = rig.spec(tmp_path / "pool")
+    with collector() as (address, spans):
+        traced = replace(
+            spec,
+            extra_args=(*spec.extra_args, "--otlp-traces-endpoint", address),
+            env={**spec.env, "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL": "http/protobuf"},
+        )
+        with rig.start(traced, "requests") as server:
+            run_all(server, page, prompts)
+        assert not page, "a command of the page was not run"
+    loads = [span for span in spans if span.name == "kv_load"]
+    assert loads, "the server has exported its spans at its end"
+    requests = {span.trace_id.hex() for span in spans if span.name == "llm_request"}
+    assert {span.trace_id.hex() for span in loads} == {TRACE} <= requests
+
+
+def run_all(server: Server, page: dict[str, str], prompts: list[list[int]]) -> None:
+    """Run every command of the page, and remove it from `page`."""
+    rig.ask_and_settle(server, prompts)
+    shell = Shell(server, prompts[0], prompts[1:])
+    shell.run(page.pop("Limit what is loaded"))
+    assert shell.grown(LOADED) == 0
+    shell.run(page.pop("Limit from where"))
+    assert shell.grown(LOADED, source="pool") == 0
+    shell.run(page.pop("Name helpers"))
+    assert shell.grown("vllm:nvmeof_peer_hints_total", helper="unknown") == 1
+    assert shell.grown(LOADED, source="pool") >= rig.CHUNK_TOKENS, "as without the limits"
+    shell.run(page.pop("Ask for the reason"))
+    assert shell.grown(LOADED, source="pool") >= rig.CHUNK_TOKENS
+    (logged,) = re.findall(r'request (\{"request": .*\})$', server.log(), re.MULTILINE)
+    assert json.loads(logged)["starts"][0]["load"]["pool_tokens"] >= rig.CHUNK_TOKENS
+    answer = shell.run(page.pop("Give hints"))
+    kinds = ("prefetch", "retain", "demote", "unknown", "malformed")
+    assert [shell.grown(HINTS, advice=kind) for kind in kinds] == [1, 1, 1, 0, 0]
+    assert answer["kv_transfer_params"] == documented_answer()
+    salted = page.pop("Separate tenants")
+    assert shell.run(salted)["kv_transfer_params"] is None
+    assert shell.grown(LOADED) == 0, "what was stored without the salt is not found"
+    shell.run(salted, cold=False)
+    assert shell.grown(LOADED) >= rig.CHUNK_TOKENS
 
 
 def documented_answer() -> Any:

@@ -42,8 +42,8 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 182
-PRODUCT_LINES_MAX = 45_570
+PRODUCT_FILES_MAX = 183
+PRODUCT_LINES_MAX = 45_620
 BENCH_FILES_MAX = 83
 BENCH_LINES_MAX = 18_900
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
@@ -54,6 +54,7 @@ SLACK = 0.02
 SMALL_FILE_LINES = 100
 SMALL_FILES: dict[str, str] = {
     "vllm_nvmeof_offload/manager/target_choice.py": "a newcomer looks for it by this name",
+    "vllm_nvmeof_offload/vllm_adapter/tracing.py": "a newcomer looks for it by this name",
     "vllm_nvmeof_offload/commands/explain.py": "cli imports a command only when it is called",
 }
 

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+"""OpenTelemetry spans of a request's loads, in the trace that vLLM's front end began for it.
+
+vLLM turns tracing on with `--otlp-traces-endpoint`. Only then a request carries its trace's
+headers, and the engine's process has a tracer, which exports in a thread of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any
+
+#: Fields of a `LoadRecord` that become attributes of its span, each with this prefix.
+_PREFIX = "vllm.nvmeof."
+_FIELDS = (
+    *("cpu_tokens", "pool_tokens", "shared_tokens", "failed_tokens"),
+    *("was_cut_off", "saved_seconds"),
+)
+
+
+def trace_loads(headers: Any, records: Iterable[dict[str, Any]]) -> None:
+    """Add a span `kv_load` for each load that has ended.
+
+    `headers` are the request's `trace_headers`, `records` are as from `RequestLog.find`. A span
+    begins when the request gets its GPU blocks, and ends when all chunks have an outcome.
+    """
+    with contextlib.suppress(ImportError):  # a release of vLLM without these functions
+        from vllm.tracing import extract_trace_context, instrument_manual
+
+        context = extract_trace_context(headers)
+        for start in (start for record in records for start in record["starts"]):
+            load, begun_ns = start["load"], round(1e9 * start["unix_seconds"])
+            if load is None or load["seconds"] is None:
+                continue
+            found = {_PREFIX + key: load[key] for key in _FIELDS if load[key] is not None}
+            end_ns = begun_ns + round(1e9 * load["seconds"])
+            instrument_manual("kv_load", begun_ns, end_ns, found, context)
