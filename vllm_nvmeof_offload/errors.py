@@ -19,7 +19,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import errno as _errno
-import importlib.metadata
 import os
 import shlex
 from collections.abc import Iterator, Sequence
@@ -66,6 +65,8 @@ def install_extra(extra: str) -> str:
 
     It names the packages, because no package index has this one.
     """
+    import importlib.metadata  # imports sockets, which the manager's core does without
+
     try:
         found = importlib.metadata.requires("vllm-nvmeof-offload") or []
     except importlib.metadata.PackageNotFoundError:  # a checkout in PYTHONPATH
