@@ -381,14 +381,14 @@ class Controls:
         """A right header, and then its payload, which nothing ties to it."""
         headers = [self._read(snapshot, row, 0, HEADER_BYTES) for row in rows]
         for row, page in zip(rows, headers, strict=True):
-            header, identity = parse_header(memoryview(page)), identity_of(snapshot, row)
+            header, identity = parse_header(memoryview(page)), snapshot.identity(row)
             if self._is_at_home(header, snapshot, row) and header.identity == identity:
                 payload = self._read(snapshot, row, HEADER_BYTES, PAYLOAD_BYTES)
                 self._compare("payload_crc", payload, identity)
 
     def _without_generation(self, snapshot: Snapshot, row: int) -> None:
         """Everything is right but the generation."""
-        slot, identity = self._whole(snapshot, row), identity_of(snapshot, row)
+        slot, identity = self._whole(snapshot, row), snapshot.identity(row)
         header = parse_header(memoryview(slot)[:HEADER_BYTES])
         if not self._is_at_home(header, snapshot, row) or header.identity.key != identity.key:
             return
@@ -400,7 +400,7 @@ class Controls:
         slot = self._whole(self._old, row)
         header = parse_header(memoryview(slot)[:HEADER_BYTES])
         if self._is_at_home(header, self._old, row) and self._is_intact(slot, header):
-            self._compare("refresh", slot[HEADER_BYTES:], identity_of(self._old, row))
+            self._compare("refresh", slot[HEADER_BYTES:], self._old.identity(row))
 
     def _is_at_home(self, header: SlotHeader | None, snapshot: Snapshot, row: int) -> bool:
         place = self._superblock.place(int(snapshot.slots[row]))
