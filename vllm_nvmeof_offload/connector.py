@@ -278,17 +278,16 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         by_priority = self._vllm_config.scheduler_config.policy == "priority"
         key_bytes = key_bytes_of(self._vllm_config.cache_config.prefix_caching_hash_algo)
         queue = self._view.queue(by_priority=by_priority)
-        with logged_in_one_line():  # the exporter's port is taken
-            self._manager.attach(
-                hellos,
-                key_bytes,
-                self._groups,
-                queue,
-                boundary_tokens=self._boundary_tokens,
-                tail_tokens=self._view.tail_tokens,
-                share=self._share,
-                export=self._export,
-            )
+        self._manager.attach(
+            hellos,
+            key_bytes,
+            self._groups,
+            queue,
+            boundary_tokens=self._boundary_tokens,
+            tail_tokens=self._view.tail_tokens,
+            share=self._share,
+            export=self._export,
+        )
 
     @timed
     def on_new_request(self, request: Any, **more: Any) -> None:

@@ -178,15 +178,13 @@ class _Server(WSGIServer):
 def start_exporter(
     settings: ExporterSettings, snapshot: Snapshot, request_log: RequestLog
 ) -> Exporter | None:
-    """Return an exporter, or None if it is off or the default address cannot be used."""
+    """Return an exporter, or None if it is off or cannot listen, which never ends a server."""
     if not settings.is_on:
         return None
     try:
         return Exporter(settings, snapshot, request_log)
     except ConfigError as error:
-        if settings.listen != "auto":
-            raise
-        logger.warning("vLLM's front end drops this package's metrics, and %s", error)
+        logger.warning("this engine exports no metrics of its own: %s", error)
         return None
 
 

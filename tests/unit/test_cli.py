@@ -208,14 +208,17 @@ def test_config_check_warns_of_what_works_but_is_rarely_meant(tmp_path: Path) ->
     secured = {"share_secret_file": str(secret)}
     (warning,) = checked({**secured, "peers": "no-such-host.invalid:7000"})["warnings"]
     assert "no address is known for no-such-host.invalid" in warning
-    (warning,) = checked({**secured, "peer_listen": "0.0.0.0:65431"})["warnings"]
-    assert "opens the port on every network" in warning
-    found = checked({**secured, "peer_listen": "192.0.2.1:65431"}, code=2)
-    assert "cannot listen there" in found["errors"][0]["message"]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        listen = f"127.0.0.1:{taken.getsockname()[1]}"
-        (warning,) = checked({"peer_listen": listen})["warnings"]
-    assert "the port is in use now" in warning
+    for key in ("peer_listen", "metrics_listen"):
+        (warning,) = checked({**secured, key: "0.0.0.0:65431"})["warnings"]
+        assert f"{key}='0.0.0.0:65431' opens the port on every network" in warning
+        found = checked({**secured, key: "192.0.2.1:65431"}, code=2)
+        assert "cannot listen there" in found["errors"][0]["message"]
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            listen = f"127.0.0.1:{taken.getsockname()[1]}"
+            (warning,) = checked({key: listen})["warnings"]
+        assert "the port is in use now" in warning
+    found = checked({"metrics_listen": str(tmp_path / "none" / "x.prom")}, code=2)
+    assert "create it, and give this user write access" in found["errors"][0]["message"]
 
 
 def test_config_shows_a_key_as_it_is_on_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,6 +227,8 @@ LISTEN = {
 }
 #: The module that listens at a Unix socket, for the other ranks.
 LOCAL = "vllm_nvmeof_offload/worker/membership.py"
+#: The module that binds to a configured address for a moment, to tell whether a server could.
+TRIES = "vllm_nvmeof_offload/targets/configured.py"
 OPENS = re.compile(
     r"\b(make_server|create_server|start_http_server|HTTPServer)\(|"
     r"\b(?!signature|shape)\w+\.(bind|listen)\("
@@ -240,8 +242,8 @@ def test_only_two_modules_open_ports_and_each_has_a_key_that_is_documented() -> 
         for path in package.rglob("*.py")
         if OPENS.search(path.read_text())
     }
-    assert found == {*LISTEN, LOCAL}
-    found.remove(LOCAL)
+    assert found == {*LISTEN, LOCAL, TRIES}
+    found -= {LOCAL, TRIES}
     text = (ROOT / "docs" / "security.md").read_text()
     for name in found:
         assert f"`{LISTEN[name]}`" in text

@@ -17,9 +17,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
-import errno
 import hmac
-import os
 import socket
 import time
 from concurrent.futures import Future
@@ -610,18 +608,3 @@ def host_and_port(text: str, offset: int) -> str:
     """Return the ZMQ address of `HOST:PORT`, with `offset` added to the port."""
     host, _, port = text.rpartition(":")
     return f"tcp://{host}:{int(port) + offset}"
-
-
-def why_no_listening(address: str) -> tuple[bool, str]:
-    """Listen at `HOST:PORT` for a moment. Return whether the port is taken, and why listening
-    failed; empty if it did not fail."""
-    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
-        router.setsockopt(zmq.LINGER, 0)
-        router.setsockopt(zmq.IPV6, 1)
-        try:
-            router.bind(host_and_port(address, 0))
-        except zmq.ZMQError as error:
-            if error.errno == errno.EADDRINUSE:
-                return True, "the port is in use now"
-            return False, f"this machine cannot listen there ({os.strerror(error.errno or 0)})"
-    return False, ""

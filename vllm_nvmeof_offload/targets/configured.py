@@ -7,10 +7,12 @@ All checks run, so that a user learns of every error at once.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 
 from vllm_nvmeof_offload.config import (
@@ -23,16 +25,18 @@ from vllm_nvmeof_offload.config import (
     check_targets,
     default_target,
     is_container_layer,
+    is_text_file,
     judge_access,
     resolve_pool_bytes,
     share_secret,
 )
-from vllm_nvmeof_offload.errors import ConfigError, errors_of
+from vllm_nvmeof_offload.errors import ConfigError, errors_of, install_extra
 from vllm_nvmeof_offload.fabric.topology import shared_devices
 from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.units import format_bytes
 
 _ANY_ADDRESS = ("*", "0.0.0.0", "[::]")
+_PASSIVE = socket.AI_PASSIVE
 
 
 @dataclass
@@ -95,8 +99,11 @@ def check_here(
     found.warnings += _judge_targets(found)
     with found.collecting():
         share_secret(config)
+    if (config.peer_listen or config.peers) and find_spec("zmq") is None:
+        found.warnings.append(f"peers need more packages: {install_extra('peers')}")
     if config.peer_listen:
-        _check_listen(found, take_port=not create)
+        _check_listen(found, "peer_listen", config.peer_listen, take_port=not create)
+    _check_metrics_listen(found, take_port=not create)
     if not create:  # a name may become known later, and a server connects then
         found.warnings += _judge_peers(config)
     return found
@@ -126,28 +133,51 @@ def _judge_targets(found: Configured) -> Iterator[str]:
         )
 
 
-def _check_listen(found: Configured, *, take_port: bool) -> None:
-    """Try to listen at the address for peers, as rank 0 would.
+def _check_listen(found: Configured, key: str, listen: str, *, take_port: bool) -> None:
+    """Try to listen at an address, as rank 0 or the exporter would.
 
     A starting server tries any port, because another replica on this host may just start too.
     """
-    listen = found.config.peer_listen
-    try:
-        from vllm_nvmeof_offload.peers.server import why_no_listening
-    except ImportError as error:
-        found.warnings.append(f"peer_listen was not tried: {error}; install the extra [peers]")
-        return
     host = listen.rpartition(":")[0]
-    is_taken, why_not = why_no_listening(listen if take_port else f"{host}:0")
+    is_taken, why_not = _why_no_listening(listen if take_port else f"{host}:0")
     if is_taken:
-        found.warnings.append(f"peer_listen={listen!r}: {why_not}; a server needs a free port")
+        found.warnings.append(f"{key}={listen!r}: {why_not}; a server needs a free port")
     elif why_not:
-        found.errors.append(ConfigError("peer_listen", listen, f"{why_not}; give an address of it"))
+        found.errors.append(ConfigError(key, listen, f"{why_not}; give an address of it"))
     if host in _ANY_ADDRESS:
         found.warnings.append(
-            f"peer_listen={listen!r} opens the port on every network of this machine; give the "
-            "address of the storage network, or close the port to other networks"
+            f"{key}={listen!r} opens the port on every network of this machine; give the address "
+            "of one network, or close the port to other networks"
         )
+
+
+def _why_no_listening(address: str) -> tuple[bool, str]:
+    """Bind to `HOST:PORT` for a moment. Return whether the port is taken, and why that failed;
+    empty if it did not fail."""
+    host, _, port = address.rpartition(":")
+    host = "" if host == "*" else host.strip("[]")
+    try:
+        found = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM, flags=_PASSIVE)[0]
+        with socket.socket(*found[:2]) as one:
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            one.bind(found[4])
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            return True, "the port is in use now"
+        return False, f"this machine cannot listen there ({error.strerror})"
+    return False, ""
+
+
+def _check_metrics_listen(found: Configured, *, take_port: bool) -> None:
+    """Check the address or the text file of our own metrics."""
+    listen = found.config.metrics_listen
+    directory = os.path.dirname(listen)
+    if not is_text_file(listen):
+        if listen not in ("auto", "off"):
+            _check_listen(found, "metrics_listen", listen, take_port=take_port)
+    elif not os.access(directory, os.W_OK | os.X_OK):
+        remedy = f"cannot write to {directory}; create it, and give this user write access"
+        found.errors.append(ConfigError("metrics_listen", listen, remedy))
 
 
 def _judge_peers(config: OffloadConfig) -> Iterator[str]:
