@@ -12,13 +12,13 @@ model=${1:?usage: TARGETS=/mnt/nvme0 examples/02_serve.sh MODEL [options of vllm
 shift
 : "${TARGETS:?name the directories of the pool, such as TARGETS=/mnt/nvme0:/mnt/nvme1}"
 
-# Exit code 0: healthy; 1: works, but slower or less resilient than possible; 2: cannot run.
-IFS=: read -ra targets <<<"$TARGETS"
-status=0
-vllm-nvmeof doctor "${targets[@]/#/--target=}" --staging "${STAGING_GIB:=30}GiB" || status=$?
-[ "$status" -lt 2 ] || exit "$status"
-
-# The same keys as in --kv-transfer-config, as variables.
+# The same keys as in --kv-transfer-config, as variables, which the doctor reads too.
 export VLLM_NVMEOF_TARGETS=$TARGETS
 [ -z "${POOL_BYTES:-}" ] || export VLLM_NVMEOF_POOL_BYTES=$POOL_BYTES
+
+# Exit code 0: healthy; 1: works, but slower or less resilient than possible; 2: cannot run.
+status=0
+vllm-nvmeof doctor --staging "${STAGING_GIB:=30}GiB" || status=$?
+[ "$status" -lt 2 ] || exit "$status"
+
 exec vllm serve "$model" --kv-offloading-backend nvmeof --kv-offloading-size "$STAGING_GIB" "$@"

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from inspect import signature
@@ -75,7 +74,11 @@ MaybeWhich = Annotated[
 ]
 
 PlannedPool = Annotated[
-    str | None, typer.Option(help="Size of the planned pool over all targets, such as 2TiB.")
+    str | None,
+    typer.Option(
+        help="Size of the planned pool over all targets, such as 2TiB. With 0, for no pool, no "
+        "target is examined. Default: VLLM_NVMEOF_POOL_BYTES."
+    ),
 ]
 ServerUrl = Annotated[
     str | None,
@@ -113,7 +116,7 @@ def _with_deployment(*only: str) -> Callable[[Callable[..., None]], Callable[...
 def doctor(
     target: Annotated[
         list[str] | None,
-        typer.Option(help="Pool directory to check; repeatable. Default: the default target."),
+        typer.Option(help="Pool directory to check; repeatable. Default: the configured targets."),
     ] = None,
     staging: Annotated[
         str | None, typer.Option(help="Pinned memory of the planned server, such as 30GiB.")
@@ -168,14 +171,16 @@ def doctor(
         code = examine_model(model, kv_dtype, as_json, **given)
         raise typer.Exit(code)
     from vllm_nvmeof_offload.commands.doctor.examine import examine
-    from vllm_nvmeof_offload.config import default_target, parse_config, share_secret
+    from vllm_nvmeof_offload.config import diagnose, share_secret
+    from vllm_nvmeof_offload.errors import raise_all
 
-    named = {"staging_bytes": staging, "peers": peer, "share_secret_file": share_secret_file}
-    settings = parse_config({key: value for key, value in named.items() if value})
-    secret = share_secret(settings)
-    targets = target or [default_target(os.environ)]
-    planned = (targets, settings.staging_bytes, as_json, measure, calibrate, settings.peers, secret)
-    raise typer.Exit(examine(*planned, pool, url))
+    named: dict[str, Any] = {"staging_bytes": staging, "pool_bytes": pool, "peers": peer}
+    named["share_secret_file"] = share_secret_file
+    settings, errors = diagnose({key: value for key, value in named.items() if value})
+    raise_all([one for one in errors if one.key != "pool_bytes"])  # a wrong --pool is a finding
+    size = pool if settings.pool_bytes is None else settings.pool_bytes
+    planned = (target or settings.targets, settings.staging_bytes, as_json, measure, calibrate)
+    raise typer.Exit(examine(*planned, settings.peers, share_secret(settings), size, url))
 
 
 @app.command()

@@ -129,6 +129,42 @@ def test_a_target_that_cannot_be_written_is_an_error(tmp_path: Path) -> None:
     assert "remedy: give a directory" in run("--target", tmp_path / "file", code=2).stdout
 
 
+def test_targets_and_pool_size_come_from_the_environment_or_from_options(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    targets = [tmp_path / name for name in ("a", "b")]
+    for one in targets:
+        one.mkdir(mode=0o700)
+    monkeypatch.setenv("VLLM_NVMEOF_TARGETS", ":".join(map(str, targets)))
+    monkeypatch.setenv("VLLM_NVMEOF_POOL_BYTES", "100TiB")
+    shown = json.loads(run("--json", code=2).stdout)
+    assert [one["target"] for one in shown["targets"]] == list(map(str, targets))
+    errors = [one for one in shown["findings"] if one["severity"] == "error"]
+    assert [one["check"] for one in errors] == ["pool_space"]
+    assert f"needs 100.0 TiB on the file system of {targets[0]}" in errors[0]["evidence"]
+    arguments = ["doctor", "--target", str(targets[1]), "--pool", "1MiB", "--json"]
+    shown = json.loads(CliRunner().invoke(app, arguments).stdout)
+    assert [one["target"] for one in shown["targets"]] == [str(targets[1])]
+    assert {one["check"]: one for one in shown["findings"]}["pool_space"]["severity"] == "ok"
+
+
+@pytest.mark.parametrize("variable", [False, True])
+def test_without_a_pool_no_target_is_examined(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: bool
+) -> None:
+    (tmp_path / "file").write_text("")
+    arguments = ["doctor", "--target", str(tmp_path / "file"), "--json"]
+    if variable:
+        monkeypatch.setenv("VLLM_NVMEOF_POOL_BYTES", "0")
+    else:
+        arguments += ["--pool", "0"]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code < 2, result.output
+    shown = json.loads(result.stdout)
+    assert shown["targets"] == []
+    assert {one["subject"] for one in shown["findings"]} == {"host"}
+
+
 @pytest.mark.parametrize(
     ("text", "severity"),
     [

@@ -236,6 +236,22 @@ def test_a_target_that_cannot_be_used_leaves_the_cpu_tier(
     assert ("no pool" in done.stdout + done.stderr) == (pool == "0")
 
 
+@pytest.mark.parametrize(("code", "served"), [(0, True), (1, True), (2, False)])
+def test_the_doctor_checks_the_pool_that_is_then_served(
+    programs: Path, code: int, served: bool
+) -> None:
+    seen = f'echo "$VLLM_NVMEOF_TARGETS $VLLM_NVMEOF_POOL_BYTES" >>"{programs}/calls"'
+    stub(programs, "vllm-nvmeof", f"{seen}; exit {code}")
+    stub(programs, "vllm", seen)
+    done = start(
+        f"bash {EXAMPLES}/02_serve.sh MODEL", programs, TARGETS="/kv/0:/kv/1", POOL_BYTES="4TiB"
+    )
+    assert done.returncode == (0 if served else code), done.stderr
+    calls = (programs / "calls").read_text().splitlines()
+    assert calls[:2] == ["vllm-nvmeof doctor --staging 30GiB", "/kv/0:/kv/1 4TiB"]
+    assert calls[3:] == (["/kv/0:/kv/1 4TiB"] if served else [])
+
+
 def test_the_seccomp_profile_allows_three_calls_more_and_no_other(tmp_path: Path) -> None:
     default = {
         "defaultAction": "SCMP_ACT_ERRNO",

@@ -71,15 +71,16 @@ def examine(
     calibrated: bool,
     peers: Sequence[str] = (),
     secret: bytes = b"",
-    pool: str | None = None,
+    pool: str | int | None = None,
     url: str | None = None,
 ) -> int:
     """Examine this machine, `targets` and `peers`, print the findings and return the exit code.
 
-    `secret` is the peers' share secret, or empty. `pool` is the planned `pool_bytes`. `url` is the
-    address of a running server whose metrics are checked.
+    `secret` is the peers' share secret, or empty. `pool` is the planned `pool_bytes`: for 0, no
+    target is examined. `url` is the address of a running server whose metrics are checked.
     """
     machine, places, console = read_machine(), Places(), Console(stderr=True)
+    targets = [] if pool == 0 else targets
     answers, of_peers = _ask_peers(peers, secret) if peers else ([], [])
     own = [
         *host.check_host(staging_bytes),
@@ -93,7 +94,9 @@ def examine(
     for path in targets:
         on_progress = functools.partial(_show_progress, console, path) if measured else None
         examined.append(examine_target(path, machine, places, on_progress))
-    if pool and all(worst(one.findings) is not Severity.ERROR for one in examined):
+    if pool == 0:
+        own.append(ok("pool_space", "pool_bytes is 0: without a pool, no target is examined"))
+    elif pool and all(worst(one.findings) is not Severity.ERROR for one in examined):
         own.append(host.check_pool(targets, pool))
     findings = own + [finding for one in examined for finding in one.findings]
     verdict = worst(findings)

@@ -185,14 +185,14 @@ def check_target(target: str) -> list[Finding]:
     return [access, direct, space]
 
 
-def check_pool(targets: list[str], pool: str) -> Finding:
+def check_pool(targets: list[str], pool: str | int) -> Finding:
     """Check that a pool of size `pool` fits on `targets` and leaves the required space free."""
     try:
         settings = parse_config({"targets": targets, "pool_bytes": pool}, {})
         check_space(settings, [usable_bytes([Path(target)]) for target in targets])
     except (ConfigError, PoolError) as refusal:
         return error("pool_space", str(refusal))
-    return ok("pool_space", f"a pool of {pool} fits")
+    return ok("pool_space", f"a pool of {format_bytes(settings.pool_bytes or 0)} fits")
 
 
 def check_holes(url: str) -> Finding:
