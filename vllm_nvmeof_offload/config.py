@@ -86,6 +86,9 @@ _FOREIGN_KEYS = {
     "secondary_tiers": "targets",
     "root_dir": "targets",
 }
+#: The least similarity, from 0 to 1, of a name to the key that its error suggests. The typo
+#: pool_size has 0.632; LMCache's max_local_disk_size has 0.621, to block_size, which misleads.
+_SIMILARITY_MIN = 0.63
 
 #: Mistakes in a target: a shell's variable, and paths that a comma or a colon separates.
 _VARIABLE, _TWO_PATHS = re.compile(r"\$\w|\$\{"), re.compile(r"[:,]\s*[/~]")
@@ -491,10 +494,10 @@ def describe_keys(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
 def find_key(name: str) -> str:
     """Return the key that `name`, a key or its variable, means. Raises ConfigError if there is
     none."""
-    key = name.lower().removeprefix(ENV_PREFIX.lower())
+    key = _bare(name)
     if key not in OffloadConfig.model_fields:
-        near = _nearest(name, list(OffloadConfig.model_fields))
-        raise ConfigError("KEY", name, f"no key has this name; did you mean {near}?")
+        hint = _hint(name, list(OffloadConfig.model_fields))
+        raise ConfigError("KEY", name, f"no key has this name; {hint}")
     return key
 
 
@@ -596,15 +599,19 @@ def _typed(name: str, text: str) -> Any:
 
 
 def _unknown(name: str, value: object, kind: str, valid: list[str]) -> ConfigError:
-    near = _nearest(name, valid)
-    remedy = f"unknown {kind}; did you mean {near}? `vllm-nvmeof config` lists them all"
-    return ConfigError(name, value, remedy)
+    return ConfigError(name, value, f"unknown {kind}; {_hint(name, valid)}")
 
 
-def _nearest(name: str, valid: list[str]) -> str:
-    lower = {one.lower(): one for one in valid}
-    near = lower[difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.0)[0]]
-    return _FOREIGN_KEYS.get(name, near)
+def _bare(name: str) -> str:
+    return name.lower().removeprefix(ENV_PREFIX.lower())
+
+
+def _hint(name: str, valid: list[str]) -> str:
+    """Suggest the valid name that `name` may mean, if one is close, and the list of all."""
+    bare = {_bare(one): one for one in valid}
+    close = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=_SIMILARITY_MIN)
+    near = _FOREIGN_KEYS.get(name) or next((bare[one] for one in close), "")
+    return f"{f'did you mean {near}? ' if near else ''}`vllm-nvmeof config` lists them all"
 
 
 def _refusal(key: str, value: object, from_json: bool, error: Any) -> ConfigError:

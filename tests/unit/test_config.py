@@ -218,11 +218,32 @@ def test_every_key_has_a_refusal_in_the_table_above() -> None:
         ("poolbytes", "pool_bytes"),
         ("read_deadline", "read_deadline_ms"),
         ("cpu_bytes_to_use", "staging_bytes"),
+        ("target", "targets"),
+        ("pool_size", "pool_bytes"),
+        ("staging", "staging_bytes"),
+        ("pool-bytes", "pool_bytes"),
+        ("POOL_BYTES", "pool_bytes"),
     ],
 )
 def test_an_unknown_key_is_refused_with_the_nearest_valid_one(wrong: str, right: str) -> None:
-    with pytest.raises(ConfigError, match=f"{wrong}=1: unknown key; did you mean {right}?"):
+    with pytest.raises(ConfigError, match=rf"{wrong}=1: unknown key; did you mean {right}\?"):
         parse({wrong: 1})
+
+
+@pytest.mark.parametrize(
+    "wrong", ["local_disk", "max_local_cpu_size", "max_local_disk_size", "foo"]
+)
+def test_an_unknown_key_that_resembles_none_gets_no_suggestion(wrong: str) -> None:
+    listed = "`vllm-nvmeof config` lists them all"
+    with pytest.raises(ConfigError, match=f"{wrong}=1: unknown key; {listed}"):
+        parse({wrong: 1})
+    variable = ENV_PREFIX + wrong.upper()
+    with pytest.raises(
+        ConfigError, match=f"{variable}='1': unknown environment variable; {listed}"
+    ):
+        parse({}, **{variable: "1"})
+    with pytest.raises(ConfigError, match=f"no key has this name; {listed}"):
+        find_key(wrong)
 
 
 def test_an_unknown_variable_is_refused_too() -> None:
