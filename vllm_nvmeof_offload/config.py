@@ -592,6 +592,8 @@ def _typed(name: str, text: str) -> Any:
         return [one.strip() for one in text.split(",")]
     if OffloadConfig.model_fields[name].annotation is str:
         return text
+    if OffloadConfig.model_fields[name].annotation is bool and text in ("0", "1"):
+        return text == "1"
     try:
         return json.loads(text.lower() if text.lower() in ("true", "false", "null") else text)
     except ValueError:

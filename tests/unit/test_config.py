@@ -251,6 +251,16 @@ def test_an_unknown_variable_is_refused_too() -> None:
         parse({}, VLLM_NVMEOF_TARGET="/x")
 
 
+@pytest.mark.parametrize(("text", "value"), [("1", True), ("0", False), ("True", True)])
+def test_a_variable_may_give_a_flag_as_a_digit(text: str, value: bool) -> None:
+    settings = parse({}, VLLM_NVMEOF_ALLOW_ROOT_FILE_SYSTEM=text, VLLM_NVMEOF_ADOPT=text)
+    assert (settings.allow_root_file_system, settings.adopt) == (value, value)
+    with pytest.raises(ConfigError, match="give true or false"):
+        parse({}, VLLM_NVMEOF_ADOPT="2")
+    with pytest.raises(ConfigError, match="give true or false"):
+        parse({"adopt": 1})
+
+
 def test_a_bad_variable_is_refused_under_its_own_name() -> None:
     with pytest.raises(ConfigError) as refusal:
         parse({}, VLLM_NVMEOF_STORE_THRESHOLD="many")
