@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.locked_memory import needs_locked_memory
+from tests.unit.pool.offline_kit import server, write_pool
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.commands.doctor import host, measure
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity, worst
@@ -146,6 +147,16 @@ def test_targets_and_pool_size_come_from_the_environment_or_from_options(
     shown = json.loads(CliRunner().invoke(app, arguments).stdout)
     assert [one["target"] for one in shown["targets"]] == [str(targets[1])]
     assert {one["check"]: one for one in shown["findings"]}["pool_space"]["severity"] == "ok"
+
+
+def test_a_pool_that_a_live_server_holds_is_named_where_another_does_not_fit(
+    tmp_path: Path,
+) -> None:
+    words = ("--target", tmp_path, "--pool", "100TiB")
+    write_pool(tmp_path)
+    assert "live servers" not in findings(*words, code=2)["pool_space"]["evidence"]
+    with server(tmp_path):
+        assert "pools of live servers" in findings(*words, code=2)["pool_space"]["evidence"]
 
 
 @pytest.mark.parametrize("variable", [False, True])

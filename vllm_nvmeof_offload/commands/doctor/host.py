@@ -53,7 +53,14 @@ from vllm_nvmeof_offload.mounts import MOUNTINFO
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
-from vllm_nvmeof_offload.pool.survey import UNUSED_S, Surveyed, find, survey, unused_keyspaces
+from vllm_nvmeof_offload.pool.survey import (
+    UNUSED_S,
+    Surveyed,
+    disk_bytes,
+    find,
+    survey,
+    unused_keyspaces,
+)
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes
 from vllm_nvmeof_offload.vllm_adapter.vllm_release import KNOWN
 
@@ -187,11 +194,17 @@ def check_target(target: str) -> list[Finding]:
 
 def check_pool(targets: list[str], pool: str | int) -> Finding:
     """Check that a pool of size `pool` fits on `targets` and leaves the required space free."""
+    held: list[int] = []
     try:
         settings = parse_config({"targets": targets, "pool_bytes": pool}, {})
-        check_space(settings, [usable_bytes([Path(target)]) for target in targets])
+        held = [usable_bytes([Path(target)]) for target in targets]
+        check_space(settings, held)
     except (ConfigError, PoolError) as refusal:
-        return error("pool_space", str(refusal))
+        evidence = str(refusal)
+        ours = find(filter(Path.is_dir, map(Path, targets)), ours=True) if held else []
+        if live := sum(disk_bytes(one.path) for one in ours) - sum(held):
+            evidence += f"; pools of live servers, which have {format_bytes(live)}, do not count"
+        return error("pool_space", evidence)
     return ok("pool_space", f"a pool of {format_bytes(settings.pool_bytes or 0)} fits")
 
 
