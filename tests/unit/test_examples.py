@@ -70,8 +70,9 @@ def test_serving_without_targets_names_the_missing_setting() -> None:
 @pytest.fixture(scope="module")
 def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
     """The configuration in the ConfigMap, and the pod."""
-    config, server = yaml.safe_load_all(MANIFEST.read_text())
-    assert (config["kind"], server["kind"]) == ("ConfigMap", "StatefulSet")
+    config, service, server = yaml.safe_load_all(MANIFEST.read_text())
+    kinds = [one["kind"] for one in (config, service, server)]
+    assert kinds == ["ConfigMap", "Service", "StatefulSet"]
     pod = server["spec"]["template"]["spec"]
     extra = json.loads(config["data"]["transfer.json"])["kv_connector_extra_config"]
     return extra, pod
@@ -118,6 +119,42 @@ def test_the_manifest_matches_its_readme(
     assert numbers == set(re.findall(r"\((\d+)\)", readme))
 
 
+def test_the_service_leads_to_the_servers_port() -> None:
+    _, service, server = yaml.safe_load_all(MANIFEST.read_text())
+    assert server["spec"]["serviceName"] == service["metadata"]["name"]
+    template = server["spec"]["template"]
+    labels = template["metadata"]["labels"]
+    assert service["spec"]["selector"].items() <= labels.items()
+    assert service["spec"]["clusterIP"] == "None", "each pod has a name of its own"
+    assert not template["spec"]["enableServiceLinks"], "VLLM_PORT would be a URI"
+    (port,) = service["spec"]["ports"]
+    (container,) = template["spec"]["containers"]
+    # A name without an address of its own maps no ports.
+    (listens,) = (one for one in container["ports"] if one["name"] == port["targetPort"])
+    assert port["port"] == listens["containerPort"] == 8000
+    assert "--port" not in container["args"][0], "vLLM's default is 8000"
+
+
+def test_each_claim_names_the_volume_of_its_target() -> None:
+    folder = EXAMPLES / "kubernetes" / "pvc"
+    made = yaml.safe_load_all((folder / "volumes.yaml").read_text())
+    paths = {
+        one["metadata"]["name"]: one["spec"]["local"]["path"]
+        for one in made
+        if one["kind"] == "PersistentVolume"
+    }
+    (patch,) = yaml.safe_load((folder / "kustomization.yaml").read_text())["patches"]
+    spec = yaml.safe_load(patch["patch"])["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    mounts = {one.get("name"): one["mountPath"] for one in container["volumeMounts"]}
+    claims = {
+        one["metadata"]["name"]: one["spec"]["volumeName"] for one in spec["volumeClaimTemplates"]
+    }
+    assert len({*claims.values()}) == len(paths) == 2
+    for name, volume in claims.items():
+        assert paths[volume] == mounts[name]
+
+
 def test_probes_and_limits_fit_together(manifest: tuple[dict[str, Any], dict[str, Any]]) -> None:
     _, pod = manifest
     (container,) = pod["containers"]
@@ -150,6 +187,7 @@ def test_kubernetes_accepts_both_variants(variant: str, tmp_path: Path) -> None:
     kinds = {one["kind"]: one for one in yaml.safe_load_all(built.read_text())}
     spec = kinds["StatefulSet"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
+    assert kinds["Service"]["metadata"]["name"] == spec["serviceName"]
     claims = {one["metadata"]["name"] for one in spec.get("volumeClaimTemplates", [])}
     volumes = {one["name"] for one in spec["template"]["spec"]["volumes"]}
     assert {one["name"] for one in container["volumeMounts"]} == volumes | claims
