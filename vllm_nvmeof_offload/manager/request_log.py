@@ -127,8 +127,9 @@ class RequestLog:
     def find(self, request_id: str | None) -> list[dict[str, Any]]:
         """Return the records of a request, oldest first, or the newest record for None.
 
-        vLLM appends a number and random digits to the id in its answer. The records of such ids are
-        returned if none has exactly `request_id`.
+        vLLM appends a number and random digits to the id in its answer. If a request has several
+        answers (`n`), each one has a record of its own, with a number and "_" in front of the id.
+        The records of such ids are returned if none has exactly `request_id`.
         """
         name = (request_id or "")[:_ID_CHARS_MAX]
         with self._lock:
@@ -137,8 +138,14 @@ class RequestLog:
         if request_id is None:
             records = records[-1:]
         elif not exact:
-            records = [one for one in records if one[0].startswith(f"{name}-")]
+            records = [one for one in records if _whole(one[0]).startswith(f"{name}-")]
         return [
             {"request": name, "starts": [start.describe() for start in starts]}
             for name, starts in records
         ]
+
+
+def _whole(request_id: str) -> str:
+    """Return the id without the number that vLLM puts in front for one of several answers."""
+    number, _, rest = request_id.partition("_")
+    return rest if number.isdecimal() else request_id

@@ -42,6 +42,16 @@ def test_a_whole_id_names_one_record() -> None:
     assert log.find("") == []
 
 
+def test_an_id_names_the_records_of_all_answers_to_a_request() -> None:
+    log = RequestLog()
+    names = ["0_cmpl-a-0-12ab", "1_cmpl-a-0-12ab", "10_cmpl-a-1-34cd"]
+    for name in (*names, "0_cmpl-ab-0-12ab", "x_cmpl-a-0-12ab", "1_cmpl-a"):
+        log.started(name, record())
+    assert [one["request"] for one in log.find("cmpl-a")] == names
+    assert [one["request"] for one in log.find("cmpl-a-0")] == names[:2]
+    assert [one["request"] for one in log.find(names[1])] == names[1:2]
+
+
 def test_the_first_start_and_the_last_ones_are_kept() -> None:
     log = RequestLog()
     for number in range(20):
