@@ -30,7 +30,7 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
 
     Raises: ScrapeError: the server does not answer, or has no such record.
     """
-    url = (url or f"http://{METRICS_ADDRESS}").rstrip("/")
+    url = (url or f"http://{METRICS_ADDRESS}").rstrip("/").removesuffix("/metrics")
     records = _records(url, request_id)
     if as_json:
         print_json(records)
@@ -59,8 +59,12 @@ def _records(url: str, request_id: str | None) -> list[dict[str, Any]]:
         raise ScrapeError(f"{url} answers no JSON ({error}); {remedy}") from None
     if isinstance(body, list):
         return body
-    given = body.get("error") if isinstance(body, dict) else f"HTTP status {status}"
-    raise ScrapeError(f"{url}: {given}; each engine records its own requests")
+    given = body.get("error") if isinstance(body, dict) else None
+    if isinstance(given, str):
+        raise ScrapeError(f"{url}: {given}; each engine records its own requests")
+    # Web frameworks answer {"detail": …}, and vLLM {"error": {…}}.
+    why = f"HTTP status {status}; this seems to be vLLM's address, not that of metrics_listen"
+    raise ScrapeError(f"{url}: {why}; {remedy}")
 
 
 def _lines(record: dict[str, Any]) -> Iterator[str]:

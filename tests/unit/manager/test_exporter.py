@@ -300,6 +300,27 @@ def test_another_servers_answer_is_refused_in_one_line(answer: str) -> None:
     assert "\x1b" not in done.output and done.output.count("\n") == 1
 
 
+def test_explain_takes_the_address_as_the_start_line_gives_it(rig: Rig) -> None:
+    start(rig, "a")
+    with rig.exporter("127.0.0.1:0") as exporter:
+        assert exporter.where.endswith("/metrics")
+        for url in (exporter.where, exporter.where + "/"):
+            done = CliRunner().invoke(app, ["explain", "--last", "--url", url])
+            assert (done.exit_code, done.output.startswith("request a\n")) == (0, True)
+
+
+@pytest.mark.parametrize(
+    "answer", ['{"detail": "Not Found"}', '{"error": {"message": "Not Found", "code": 404}}', "7"]
+)
+def test_explain_at_vllms_own_address_names_the_other_one(answer: str) -> None:
+    with MetricsServer([answer]) as other:
+        done = CliRunner().invoke(app, ["explain", "--last", "--url", f"http://{other.address}"])
+    assert done.exit_code == 2
+    assert "this seems to be vLLM's address, not that of metrics_listen" in done.output
+    assert "the address in the server's start line" in done.output
+    assert "None" not in done.output
+
+
 def test_explain_says_how_to_turn_the_endpoint_on() -> None:
     with ReservedPort() as port:
         url = f"http://127.0.0.1:{port.number}"
