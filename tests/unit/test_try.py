@@ -48,6 +48,17 @@ def test_a_returning_prompt_is_loaded_after_a_reset() -> None:
     assert f"CPU tier {TOKENS}, pool 0" in shown.stdout
 
 
+def test_it_names_the_measured_request_for_explain() -> None:
+    with MadeUpServer(page=ROOM) as server:
+        tried = found(server)
+        before = server.asked
+        shown = attempt(server).stdout
+    # The prompt, two short requests for counters, the prompt again, and one for counters.
+    assert tried["second_id"] == f"cmpl-{before - 1}"
+    (line,) = (line for line in shown.splitlines() if line.startswith("details"))
+    assert line.endswith(f" vllm-nvmeof explain cmpl-{2 * before - 1}")
+
+
 def test_other_prompts_replace_the_gpus_content_where_it_cannot_be_reset() -> None:
     with MadeUpServer(page=ROOM + SIZE, resets=False, gpu_tokens=GPU_TOKENS) as server:
         tried = found(server)

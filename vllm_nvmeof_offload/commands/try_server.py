@@ -10,6 +10,7 @@ import asyncio
 import functools
 import math
 import random
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -38,7 +39,8 @@ class TryError(OffloadError):
 
 @dataclass
 class Tried:
-    """The result. Times are in seconds; `tokens` are the second prompt's, by source."""
+    """The result. Times are in seconds; `tokens` are the second prompt's, by source, and
+    `second_id` is its request's."""
 
     url: str
     model: str
@@ -46,6 +48,7 @@ class Tried:
     first_ttft_s: float
     emptied: str = ""
     second_ttft_s: float | None = None
+    second_id: str = ""
     tokens: dict[str, int] = field(default_factory=dict)
     same_answer: bool | None = None
     warnings: list[str] = field(default_factory=list)
@@ -112,6 +115,7 @@ async def _try(
     found = {"gpu": hits.gpu, "cpu": hits.cpu, "pool": hits.pool, "shared": hits.shared}
     tried.tokens = {**found, "computed": max(0, second.tokens_in - sum(found.values()))}
     tried.second_ttft_s, tried.same_answer = second.ttft_s, second.same(first)
+    tried.second_id = second.id
     if (others := hits.prompt - second.tokens_in - len(NUDGE)) > 0:
         tried.warnings.append(f"{others:,} prompt tokens of other requests may be counted too")
     for reason, count in _grown(before, after, "recomputed_tokens").items():
@@ -190,6 +194,8 @@ def _print(tried: Tried) -> None:
         rows["tokens from"] = ", ".join(places)
         rows["answers"] = "the same" if tried.same_answer else "different"
     rows["result"] = "loaded from a tier" if tried.proved else "NOT PROVED"
+    if tried.second_id:  # requests that update the server's counters have followed it
+        rows["details"] = f"vllm-nvmeof explain {shlex.quote(tried.second_id)}"
     for name, text in rows.items():
         typer.echo(f"{name:12} {printable(text)}")
     for warning in tried.warnings:

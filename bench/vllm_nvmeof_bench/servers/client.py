@@ -57,7 +57,8 @@ class Answer:
     times: when each token arrived, or each event if the server reports no IDs. ended: when the last
     byte arrived, or when the request failed. tokens_in, tokens_out: counted by the server,
     otherwise by the client. tokens_cached: prompt tokens found in any tier, as counted by a server
-    with `--enable-prompt-tokens-details`. failure: why the answer is incomplete.
+    with `--enable-prompt-tokens-details`. failure: why the answer is incomplete. id: the request's,
+    as the server reports it.
     """
 
     sent: float
@@ -71,6 +72,7 @@ class Answer:
     tokens_out: int = 0
     tokens_cached: int = 0
     failure: str | None = None
+    id: str = ""
 
     @property
     def ttft_s(self) -> float:
@@ -397,6 +399,7 @@ def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
     """
     if "error" in event:
         raise ClientError(f"the server failed the request: {event['error']}")
+    answer.id = str(event.get("id") or answer.id)
     for choice in event.get("choices") or ():
         ids = choice.get("token_ids")
         logprobs = choice.get("logprobs") or {}

@@ -153,7 +153,8 @@ class _Handler(BaseHTTPRequestHandler):
         ]
         usage = {"prompt_tokens": len(prompt), "completion_tokens": count}
         events.append({"choices": [], "usage": usage})
-        lines = [f"data: {json.dumps(event, ensure_ascii=False)}\n\n" for event in events]
+        name = {"id": f"cmpl-{self.owner.asked}"}
+        lines = [f"data: {json.dumps(name | event, ensure_ascii=False)}\n\n" for event in events]
         self._send(200, "".join([*lines, "data: [DONE]\n\n"]))
 
     def _send(self, status: int, text: str) -> None:
