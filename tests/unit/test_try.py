@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from tests.unit.bench.made_up_server import MadeUpServer
 from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.commands.try_server import Tried
 
 TOKENS = 200
 GPU_TOKENS = 1600
@@ -126,6 +127,38 @@ def test_other_traffic_is_reported() -> None:
         (running, tokens) = found(server)["warnings"]
     assert running.startswith("3 other requests were running")
     assert tokens.startswith("20 prompt tokens of other requests")
+
+
+@pytest.mark.parametrize(
+    ("second_s", "text"),
+    [
+        (0.5, "4.0 times as fast"),
+        (2.0, "1.0 times as fast"),
+        (2.1, "1.0 times as fast"),
+        (6.0, "slower: 3.0 times as long"),
+    ],
+)
+def test_a_slower_second_time_is_called_slower(second_s: float, text: str) -> None:
+    assert Tried("", "", 1, first_ttft_s=2.0, second_ttft_s=second_s).compared == text
+
+
+@pytest.mark.parametrize("fails", [-1, TOKENS], ids=["models", "prompt"])
+@pytest.mark.parametrize(
+    ("refusal", "why"),
+    [
+        ('{"error": {"message": "no such\\nmodel", "code": 503}}', "no such model"),
+        ('{"error": "Unauthorized"}', "Unauthorized"),
+        ('{"detail": "Not Found"}', "Not Found"),
+        ("", "Service Unavailable"),
+        ("<p>", "<p>"),
+    ],
+)
+def test_a_refusal_is_one_sentence(fails: int, refusal: str, why: str) -> None:
+    with MadeUpServer(page=ROOM, fails=fails, refusal=refusal) as server:
+        result = attempt(server)
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.endswith(f": HTTP 503: {why}\n")
 
 
 @pytest.mark.parametrize(

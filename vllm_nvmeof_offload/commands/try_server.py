@@ -61,6 +61,15 @@ class Tried:
         )
         return bool(self.same_answer) and loaded > 0
 
+    @property
+    def compared(self) -> str:
+        """The second time to first token in words, relative to the first one."""
+        assert self.second_ttft_s is not None
+        faster = self.first_ttft_s / self.second_ttft_s
+        if faster < 0.95:
+            return f"slower: {1 / faster:.1f} times as long"
+        return f"{faster:.1f} times as fast"
+
 
 def run(url: str, model: str | None, tokens: int, api_key: str | None, as_json: bool) -> int:
     """Try the server at `url`, print the result and return the exit code.
@@ -187,9 +196,8 @@ def _print(tried: Tried) -> None:
         "GPU cache": tried.emptied or "not emptied",
     }
     if tried.second_ttft_s is not None:
-        faster = tried.first_ttft_s / tried.second_ttft_s
         took = human_seconds(tried.second_ttft_s)
-        rows["second time"] = f"first token after {took}, {faster:.1f} times as fast"
+        rows["second time"] = f"first token after {took}, {tried.compared}"
         places = (f"{PLACES[source]} {count:,}" for source, count in tried.tokens.items())
         rows["tokens from"] = ", ".join(places)
         rows["answers"] = "the same" if tried.same_answer else "different"

@@ -195,9 +195,11 @@ class Client:
         """
         if not self._model:
             try:
-                response = (await self._http.get("/v1/models")).raise_for_status()
+                response = await self._http.get("/v1/models")
+                if response.status_code != httpx.codes.OK:
+                    raise BenchError(f"{self._http.base_url}: no list of models: {_why(response)}")
                 self._model = str(response.json()["data"][0]["id"])
-            except (httpx.HTTPError, ValueError, KeyError, IndexError) as error:
+            except (httpx.HTTPError, ValueError, KeyError, IndexError, TypeError) as error:
                 raise BenchError(f"{self._http.base_url}: no list of models: {error!r}") from None
         return self._model
 
@@ -315,8 +317,8 @@ class Client:
         answer.sent = time.perf_counter()
         async with call as response:
             if response.status_code != httpx.codes.OK:
-                text = (await response.aread()).decode(errors="replace")
-                raise ClientError(f"HTTP {response.status_code}: {text}")
+                await response.aread()
+                raise ClientError(_why(response))
             async for line in _lines(response):
                 if line.startswith(b"data: {"):
                     _take(answer, json.loads(line[6:]), time.perf_counter())
@@ -372,6 +374,24 @@ class Client:
         raise BenchError(f"{self._http.base_url} cannot empty its prefix cache: blocks in use")
 
 
+def _why(response: httpx.Response) -> str:
+    """Return the status of a refusal that was read, and the server's message, in one line."""
+    try:
+        text = _message(response.json())
+    except (ValueError, RecursionError):
+        text = response.text
+    text = " ".join(text.split())[:_FAILURE_MAX]
+    return f"HTTP {response.status_code}: {text or response.reason_phrase}"
+
+
+def _message(body: object) -> str:
+    """Return the message in an error of the OpenAI API, or in one of a web framework."""
+    found = body
+    for key in ("error", "message", "detail"):
+        found = found.get(key, found) if isinstance(found, dict) else found
+    return str(found)
+
+
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
     """Yield the lines of an event stream. httpx would also split texts at Unicode separators."""
     rest = b""
@@ -398,7 +418,7 @@ def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
         ClientError: the server reported an error in the stream.
     """
     if "error" in event:
-        raise ClientError(f"the server failed the request: {event['error']}")
+        raise ClientError(f"the server failed the request: {_message(event)}")
     answer.id = str(event.get("id") or answer.id)
     for choice in event.get("choices") or ():
         ids = choice.get("token_ids")

@@ -21,7 +21,8 @@ SEPARATOR = "\u2028"
 
 
 class MadeUpServer:
-    """A context manager. fails: each request whose prompt is this long is refused.
+    """A context manager. fails: each request whose prompt is this long is refused with `refusal`,
+    and so is the list of models if it is -1.
 
     resets, metrics: whether it has these routes. skew: added to every answer's token. wavers:
     whether an answer also depends on the number of earlier requests. page: appended to its metrics,
@@ -41,10 +42,11 @@ class MadeUpServer:
         gpu_tokens: int = 0,
         others: int = 0,
         model: str = "made-up",
+        refusal: str = "overloaded",
     ) -> None:
         self.fails, self.resets, self.metrics, self.skew = fails, resets, metrics, skew
         self.wavers, self.gpu_tokens, self.others = wavers, gpu_tokens, others
-        self.asked, self._more, self.model = 0, page, model
+        self.asked, self._more, self.model, self.refusal = 0, page, model, refusal
         self.counts = {"prompt": 0, "gpu": 0, "cpu": 0}
         self._gpu: dict[tuple[int, ...], int] = {}
         self._cpu: set[tuple[int, ...]] = set()
@@ -118,7 +120,9 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        if self.path == "/v1/models":
+        if self.path == "/v1/models" and self.owner.fails == -1:
+            self._send(503, self.owner.refusal)
+        elif self.path == "/v1/models":
             self._send(200, json.dumps({"data": [{"id": self.owner.model}]}))
         elif self.path == "/metrics" and self.owner.metrics:
             self._send(200, self.owner.page())
@@ -142,7 +146,7 @@ class _Handler(BaseHTTPRequestHandler):
             words = prompt.split()[-asked["truncate_prompt_tokens"] :]
             prompt = [zlib.crc32(word.encode()) for word in words]
         if self.owner.fails and len(prompt) == self.owner.fails:
-            self._send(503, "overloaded")
+            self._send(503, self.owner.refusal)
             return
         self.owner.take(prompt)
         count = asked["max_tokens"]
