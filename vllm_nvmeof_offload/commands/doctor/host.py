@@ -194,16 +194,23 @@ def check_target(target: str) -> list[Finding]:
 
 def check_pool(targets: list[str], pool: str | int) -> Finding:
     """Check that a pool of size `pool` fits on `targets` and leaves the required space free."""
-    held: list[int] = []
     try:
         settings = parse_config({"targets": targets, "pool_bytes": pool}, {})
         held = [usable_bytes([Path(target)]) for target in targets]
-        check_space(settings, held)
     except (ConfigError, PoolError) as refusal:
+        return error("pool_space", str(refusal))
+    try:
+        check_space(settings, held)
+    except ConfigError as refusal:
+        # Pools of live servers can be used by nobody else, but one may be the server in question.
+        ours = [find(filter(Path.is_dir, [Path(target)]), ours=True) for target in targets]
+        taken = [sum(disk_bytes(one.path) for one in some) for some in ours]
         evidence = str(refusal)
-        ours = find(filter(Path.is_dir, map(Path, targets)), ours=True) if held else []
-        if live := sum(disk_bytes(one.path) for one in ours) - sum(held):
+        if live := sum(taken) - sum(held):
             evidence += f"; pools of live servers, which have {format_bytes(live)}, do not count"
+            with contextlib.suppress(ConfigError):
+                check_space(settings, taken)
+                return warning("pool_space", evidence, "none, if one of them is this server's")
         return error("pool_space", evidence)
     return ok("pool_space", f"a pool of {format_bytes(settings.pool_bytes or 0)} fits")
 
