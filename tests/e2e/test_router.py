@@ -109,4 +109,7 @@ def test_vllms_own_router_needs_nothing_of_ours(servers: list[Server], policy: s
         for source in ("cpu", "pool", "shared")
     }
     assert sum(loaded.values()) > sum(map(len, asked)) / 2
-    assert (loaded["shared"] > 0) == (policy == "round_robin")
+    if policy == "round_robin":
+        assert loaded["shared"] > 0
+    else:  # a busy server's prompt may go to the other one
+        assert loaded["shared"] < loaded["cpu"] + loaded["pool"]

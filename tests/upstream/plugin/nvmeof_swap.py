@@ -27,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as
 from vllm.v1.kv_offload.base import OffloadingSpec
 
 from vllm_nvmeof_offload import connector as ours
+from vllm_nvmeof_offload.config import Replica
 from vllm_nvmeof_offload.groups import RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.protocol import RankHello
@@ -95,6 +96,7 @@ def _swap() -> None:
     for name in ("refuse_unsupported", "choose_blocks_per_chunk", "deployed", "replica_of"):
         assert callable(getattr(ours, name))
         setattr(ours, name, lambda *_args, **_kwargs: None)
+    ours.replica_of = lambda *_args: Replica()
     # Our connector refuses the spec that vLLM's tests configure, so it gets these keys instead;
     # every other key has its default.
     keys = {"boundary_tokens": 0, "allow_unknown_vllm": True, "share": "off"}
