@@ -46,7 +46,7 @@ class ByManifest(ServerSpec):
 
     def command(self, port: int) -> list[str]:
         manifest = (EXAMPLES / "kubernetes" / "hostpath" / "vllm.yaml").read_text()
-        _, server = yaml.safe_load_all(manifest)
+        (server,) = (one for one in yaml.safe_load_all(manifest) if one["kind"] == "StatefulSet")
         (line,) = server["spec"]["template"]["spec"]["containers"][0]["args"]
         for old, new in (
             ("--target /mnt/kv/0 --target /mnt/kv/1", f"--target {self.target}"),
