@@ -72,7 +72,7 @@ def start_child(
 
 
 def accompany(work: Callable[[int], None]) -> None:
-    """Be the process of a `Companion`: do `work` in a child, for the reasons above.
+    """Run `work` in a child of this process, which a `Companion` has started; see above for why.
 
     `work` gets the descriptor of the shared memory, and returns once the input is closed.
     """

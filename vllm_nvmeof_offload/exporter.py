@@ -58,7 +58,7 @@ class ExporterSettings:
 
 
 class Exporter(Collector):
-    """Exports until `stop`. `where` is the address or the file, for the log.
+    """A running exporter, until `stop`. `where` is the address or the file, for the log.
 
     Raises: ConfigError: nothing can listen at the configured address.
     """

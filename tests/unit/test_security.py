@@ -225,7 +225,7 @@ LISTEN = {
     "vllm_nvmeof_offload/exporter.py": "metrics_listen",
     "vllm_nvmeof_offload/peers/server.py": "peer_listen",
 }
-#: The module that listens at a Unix socket, for the other ranks.
+#: The module that listens on a Unix socket, for the other ranks.
 LOCAL = "vllm_nvmeof_offload/worker/membership.py"
 #: The module that binds to a configured address for a moment, to tell whether a server could.
 TRIES = "vllm_nvmeof_offload/targets/configured.py"

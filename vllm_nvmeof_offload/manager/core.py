@@ -584,12 +584,14 @@ class ManagerCore:
     ) -> None:
         """Count rows that failed, once every rank has reported on them."""
         if op.record is not None:
-            kinds = Counter(outcome_of(code, 0).kind.value for code in codes.tolist())
-            op.record.failed_chunks = dict(kinds + Counter(op.record.failed_chunks))
+            kinds = Counter(op.record.failed_chunks)
+            for code, count in Counter(codes.tolist()).items():
+                kinds[outcome_of(code, 0).kind.value] += count
+            op.record.failed_chunks = dict(kinds)  # replaced, because other threads may read it
         if self._foreign is not None:
             borrows = (owner_of(places) > OURS) & (codes != code_of(OutcomeKind.CANCELLED))
-            for code in codes[borrows].tolist():
-                self._counters["borrow_failures", outcome_of(code, 0).kind.value] += 1
+            for code, count in Counter(codes[borrows].tolist()).items():
+                self._counters["borrow_failures", outcome_of(code, 0).kind.value] += count
             codes, errnos, places = codes[~borrows], errnos[~borrows], places[~borrows]
         targets = np.where(places >= 0, target_of(places), -1)
         for code, target in set(zip(codes.tolist(), targets.tolist(), strict=True)):
@@ -633,9 +635,9 @@ class ManagerCore:
 
         A chunk is *in* the CPU tier once its copy is complete on every rank, and in the pool once
         its write is complete. It leaves a tier when eviction, a failure or a reset removes it; a
-        chunk that is evicted from pinned memory may still be in the pool. A router that applies the
-        changes in order reconstructs the index exactly. A reset drops arrivals that were not taken,
-        because it also removes those keys.
+        chunk that is evicted from pinned memory may still be in the pool. Applied in order, the
+        changes give exactly the index; vLLM announces their blocks, which consumers must count. A
+        reset drops arrivals that were not taken, because it also removes those keys.
         """
         left = min(max(_CHANGES_MIN, self.changed_keys // _CHANGES_SHARE), _CHANGES_MAX)
         key_bytes = self.config.key_bytes

@@ -268,7 +268,7 @@ def _advice_figures(sizes: KvSizes, advice: Advice | None) -> Iterator[Figure]:
     yield row("staging of one engine", advice.staging_bytes, formula)
     formula = f"an engine's part of {deployment.users} users' sessions, and its logs"
     yield row("pool of one engine", advice.pool_bytes, formula)
-    formula = "for the users' sessions or, if that takes more drives, for the TTFT"
+    formula = "drives that hold the users' sessions, or more if the TTFT needs more"
     yield row("drives for this load", advice.drives_needed, formula, "drives")
     formula = (
         f"{deployment.users} users × session in the pool × {deployment.daily_tokens} ÷ context"
