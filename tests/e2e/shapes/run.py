@@ -66,10 +66,11 @@ def _play_rounds(llm: Any, plan: dict[str, Any]) -> dict[str, Any]:
         before = _counters(llm)
         for request in asked:
             _follow_on(request, plan["rounds"], answers)
-        at_once = number in plan["at_once"]
-        answers.append(_ask(llm, asked) if at_once else [_ask(llm, [r])[0] for r in asked])
-        if plan["offloads"]:
-            _settle(llm)
+        answers.append([])
+        for some in [asked] if number in plan["at_once"] else [[request] for request in asked]:
+            answers[-1] += _ask(llm, some)
+            if plan["offloads"]:
+                _settle(llm)  # while a disk is busy, a small CPU tier refuses the next stores
         counters.append(_grown(before, _counters(llm)))
     return {"answers": answers, "counters": counters}
 
