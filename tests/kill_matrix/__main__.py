@@ -218,10 +218,8 @@ def _tests_of(covered: _Covered, path: str, lines: Iterable[int]) -> set[str]:
 def _of_the_simulator() -> dict[str, list[tuple[str, range]] | None]:
     """By mutant: the files and lines of the package that it replaces, which may be none. None: it
     is a switch of the native core."""
-    from tests.sim import test_mutants
     from tests.sim.mutants import MUTANTS, NATIVE
 
-    assert test_mutants  # importing it registers the mutants
     found: dict[str, list[tuple[str, range]] | None] = dict.fromkeys(sorted(NATIVE))
     for name in sorted(MUTANTS.keys() - NATIVE):
         replaced: list[tuple[str, range]] = []

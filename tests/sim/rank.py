@@ -30,16 +30,11 @@ from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.worker.peer_reads import Peers
 from vllm_nvmeof_offload.worker.pipeline import FinishedJob, TransferLimits, TransferPipeline
 
-from .base import BLOCK_BYTES, GPU_BASE, Clock, Knobs, Trace, Violation
-from .copying import SimCopy
-from .landing import SimLanding
-from .memory import Memory, Tag
-from .owners import Owners, is_foreign
-from .peers import SimPeers, slot_place
-from .regions import SimHealth, SimOpener
-from .serving import SimServing
-from .sets import RankSet, holds, own, set_sizes, split_cache
-from .shapes import block_tokens, needed_from
+from .base import BLOCK_BYTES, GPU_BASE, Clock, Knobs, Memory, Tag, Trace, Violation
+from .copying import SimCopy, SimLanding
+from .owners import Owners, SimHealth, SimOpener, is_foreign
+from .peers import SimPeers, SimServing, slot_place
+from .shapes import RankSet, block_tokens, holds, needed_from, own, set_sizes, split_cache
 from .storage import SimIo
 from .store import START_TAG, RankStore
 

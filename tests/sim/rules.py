@@ -3,24 +3,32 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome
+from tests.chunks import cache_member, identity_of
+from vllm_nvmeof_offload.errors import CANCELLED, STALE, Outcome, outcome_of
 from vllm_nvmeof_offload.groups import GroupKind, group_id_of
-from vllm_nvmeof_offload.manager.core import FROM_CPU, ManagerCore, Source, StorePlan
+from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, ManagerCore, Source, StorePlan
+from vllm_nvmeof_offload.manager.handshake import WritePolicy
 from vllm_nvmeof_offload.manager.ledger import Entry, State
 from vllm_nvmeof_offload.metrics import Series
 from vllm_nvmeof_offload.protocol import (
+    EVERY_MEMBER,
     OURS,
+    RELEASED,
     AdoptedEntries,
     AttachCommand,
     CancelCommand,
     ChunkBatch,
     Command,
+    DetachCommand,
     FetchCommand,
+    HintCommand,
     LoadCommand,
     OpReport,
     Report,
@@ -35,16 +43,11 @@ from vllm_nvmeof_offload.protocol import (
     unpacked,
 )
 
-from .base import Clock, Knobs, Violation
-from .event_rules import EventRules
-from .follower import SimFollower
-from .foreign_rules import ForeignRules
-from .memory import Tag
-from .ops import SentOp
+from .base import Clock, Knobs, Tag, Violation
+from .follower import COMPLETE, DEAD, NONE, SimFollower
 from .owners import is_foreign
-from .policy_rules import PolicyRules
 from .rank import SimRank
-from .sets import holds, overlap, split_cache, split_place
+from .shapes import holds, overlap, split_cache, split_place
 from .store import START_TAG
 
 _FILLED = {State.FETCHING, State.BORROWING}
@@ -611,3 +614,545 @@ def _identities(adopted: AdoptedEntries) -> set[tuple[int, tuple[bytes, int]]]:
     keys = [row.tobytes() for row in adopted.key_rows()]
     identities = zip(keys, adopted.generations.tolist(), strict=True)
     return set(zip(adopted.places.tolist(), identities, strict=True))
+
+
+class EventRules:
+    """One process's router, which starts empty."""
+
+    def __init__(self, core: ManagerCore) -> None:
+        self._core = core
+        self._has: dict[Source, set[bytes]] = {tier: set() for tier in Source}
+
+    def check(self, entries: Sequence[Entry]) -> None:
+        """Check after every event; takes the changes as vLLM's scheduler does after every step."""
+        while self._core.changed_keys:
+            for change in self._core.take_changes():
+                has = self._has[change.tier]
+                for key in change.keys:
+                    # A reset may report the removal of a key whose arrival was not reported.
+                    if not change.removed and key in has:
+                        raise Violation("events", f"{key!r} stored in {change.tier} twice")
+                    (has.discard if change.removed else has.add)(key)
+        for tier, states in ((Source.CPU, _STAGED), (Source.POOL, _PERSISTED)):
+            held = {e.key for e in entries if e.state in states}
+            if held != self._has[tier]:
+                raise Violation("events", f"{tier}: {held ^ self._has[tier]} reported wrongly")
+
+
+class PolicyRules:
+    """The policies' rules for one process's life; `Rules` checks the protocol's."""
+
+    def __init__(self, core: ManagerCore, knobs: Knobs) -> None:
+        self._core = core
+        self._knobs = knobs
+        self._sightings: Counter[bytes] = Counter()
+        self._dropped = 0
+        self._clean_min = max(1, int(core.config.clean_share * knobs.cache_slots))
+        self._roomy = True  # no request for a cache slot has failed so far
+        self._demotes = knobs.write_policy == "on_eviction"
+
+    def see(self, keys: Iterable[bytes]) -> None:
+        """Check before the core is asked to store these keys."""
+        self._sightings.update(set(keys))
+
+    def due(self, keys: Sequence[bytes]) -> list[bytes]:
+        """The keys that were looked up often enough."""
+        return [key for key in keys if self._sightings[key] >= self._knobs.store_threshold]
+
+    def turned(self, provisional: int) -> None:
+        """Note what fetches have taken: a request that leaves in the same step may give it back.
+        They may have evicted entries, this many provisional ones among them."""
+        self._note_room()
+        if self._take_dropped() > provisional:
+            raise Violation("hole", "a fetch evicted a chunk that was never written")
+
+    def _take_dropped(self) -> int:
+        dropped = self._core.counters["unwritten_chunks", "evicted"] - self._dropped
+        self._dropped += dropped
+        return int(dropped)
+
+    def planned(
+        self, used_cache: Iterable[int], provisional: int, offered: Sequence[bytes] | None
+    ) -> None:
+        """Check after a store or a load was planned: the plan may have evicted entries, this many
+        provisional ones among them. offered: the store's keys; None: it was a load."""
+        self._note_room()  # a slot that it has taken may be free again before the next command
+        dropped = self._take_dropped()
+        if dropped <= provisional:
+            return
+        if offered is None:
+            raise Violation("hole", "a load evicted a chunk that was never written")
+        gauges = self._core.gauges()
+        if gauges["slots", "pool"] and not self._core.targets.suspects:
+            raise Violation("hole", f"{dropped} chunks were evicted that could have been written")
+        if self._knobs.set_size > 1:
+            return  # the rows of those that are left may have other parts that cannot be evicted
+        used, held = set(used_cache), set(self._core.held())
+        if not self._demotes:
+            held.update(offered)  # without a prefix its continuation would be unreachable
+        for entry in self._core.entries():
+            free = entry.cache not in used and entry.key not in held
+            if entry.state is State.BOTH and free:
+                raise Violation("demotion", f"an unwritten chunk was evicted before {entry}")
+
+    def refused(self, used_cache: Iterable[int]) -> None:
+        """Check rule 9 after a store was refused because no cache slot could be had."""
+        gauges = self._core.gauges()
+        used, held, unwritten = set(used_cache), set(self._core.held()), 0
+        if gauges["slots_used", "cache"] < gauges["slots", "cache"]:
+            raise Violation("9", "refused a store with a cache slot free")
+        for entry in self._core.entries():
+            free = entry.cache not in used and entry.key not in held
+            whole = cache_member(entry.cache) == EVERY_MEMBER
+            if entry.state is State.BOTH and free and whole:
+                raise Violation("9", f"refused a store although {entry} could be evicted")
+            unwritten += entry.state is State.CACHED and free and whole
+        suspects = len(self._core.targets.suspects)
+        takes_writes = gauges["slots", "pool"] and suspects < self._knobs.targets
+        if unwritten > (gauges["writes_pending", "waiting"] if takes_writes else 0):
+            raise Violation("9", f"refused a store although {unwritten} chunks could be evicted")
+
+    def commanded(self, commands: Iterable[Command]) -> None:
+        self._note_room()
+        writes = [command for command in commands if isinstance(command, WriteCommand)]
+        if writes and self._knobs.write_policy == "off":
+            raise Violation("off", f"{writes[0]}")
+        if writes and self._demotes and self._roomy:
+            raise Violation("demotion", f"{writes[0]} although the CPU tier has room")
+
+    def check(self) -> None:
+        self._dropped = self._core.counters["unwritten_chunks", "evicted"]
+        self._note_room()
+        gauges, knobs = self._core.gauges(), self._knobs
+        for reason, share in (("reload", knobs.reload_share), ("queue", knobs.prefetch_share)):
+            held = gauges["held_cache_slots", reason]
+            if held > int(share * knobs.cache_slots):
+                raise Violation("budget", f"{reason}: {held} slots held")
+        for key in self._core.held():
+            if self._core.lookup(key) is not Source.CPU:
+                raise Violation("held", f"{key.hex()} is held but not in the CPU tier")
+
+    def _note_room(self) -> None:
+        gauges = self._core.gauges()
+        free = gauges["slots", "cache"] - gauges["slots_used", "cache"]
+        self._roomy &= free >= self._clean_min
+
+    def idle(self) -> None:
+        """Check with nothing under way: every chunk that was due is written."""
+        gauges = self._core.gauges()
+        self._check_prefetches()
+        waiting = gauges["writes_pending", "waiting"]
+        if not gauges["slots", "pool"] or self._core.targets.suspects or not waiting:
+            return
+        if not self._demotes:
+            raise Violation("leak", f"not written at the end: {gauges}")
+        cached = sum(entry.cache >= 0 for entry in self._core.entries())
+        clean = cached - waiting
+        short = self._clean_min - clean - gauges["slots", "cache"] + gauges["slots_used", "cache"]
+        if short > 0:
+            raise Violation("demotion", f"{short} demotions are due but not started: {gauges}")
+
+    def _check_prefetches(self) -> None:
+        """Check that every prefetch was used, cancelled, or counted as failed or wasted."""
+        begun, ended = Counter[str](), Counter[str]()
+        for series, count in self._core.counters.items():
+            if series[0] == "prefetches":
+                begun[series[1]] += int(count)
+            elif series[0] == "prefetches_ended":
+                ended[series[1]] += int(count)
+        if begun.total() != ended.total():
+            raise Violation("prefetch", f"started {dict(begun)}, ended {dict(ended)}")
+
+
+#: A pair of place and generation that could not be read is not accepted for so long.
+_REFUSED_S = 30.0
+#: An owner is left alone for so long if more than one of `_FAILED_SHARE` borrows has failed, of so
+#: many at least. The counts are halved at `_TRIALS_MAX`.
+_DISTRUSTED_S = 30.0
+_TRIALS_MIN, _TRIALS_MAX, _FAILED_SHARE = 64, 1024, 50
+#: A chunk that others gave up is written if so many requests have used it here.
+_USES_MIN = 2
+#: Hints that an owner is sent in a second, and that are taken at a time.
+_HINTS_PER_S, _HINTS_MAX = 64, 256
+
+
+class ForeignRules:
+    """The rules for one process's life. What may be borrowed is judged here once more, from the
+    table itself and from what the ranks have reported."""
+
+    def __init__(self, core: ManagerCore, clock: Clock, follower: SimFollower) -> None:
+        self._core = core
+        self._clock = clock
+        self._follower = follower
+        self._group_ids = [group.group_id for group in core.config.groups]
+        self._tag: bytes | None = START_TAG  # None: our weights have no name any more
+        self._begins = False  # the last reset has a new tag, and no step has taken it
+        self._floor = 0
+        self._void: set[int] = set()  # generations that were offered before a reset
+        self._refused: dict[tuple[int, int], float] = {}  # until when
+        #: Owner → its record then; None: it has changed since the attach was decided, and what the
+        #: core knows of it is not known here.
+        self._failed_attach: dict[int, object] = {}
+        self._trials: dict[int, tuple[int, int]] = {}  # owner → borrows that ended, that failed
+        self._distrusted: dict[int, float] = {}  # owner → until when
+        #: Owners whose attach the ranks were sent, and those that a load names already.
+        self._attached: set[int] = set()
+        self._due: dict[int, object] = {}  # and their records then
+        self._to_detach: set[int] = set()  # a rank could not attach them, others could
+        self._attaching: dict[int, tuple[int, object]] = {}  # op → owner and its record
+        #: Generations of chunks that need no write while others have them.
+        self._deduped: set[int] = set()
+        self._uses: Counter[int] = Counter()  # generation → requests that have ended, at most
+        self._sure: Counter[int] = Counter()  # the same of this stay in the CPU tier, at least
+        self._lost: set[int] = set()  # of these generations: nobody had them when they were used
+        self._owed: set[int] = set()  # and they have to be written
+        self._borrows: Counter[tuple[int, int]] = Counter()  # (place, generation) → since a hint
+        self._borrowed_again: set[tuple[int, int]] = set()
+        self._hinted: dict[int, list[float]] = {}  # owner → when its hints left
+        self._hints_taken = 0
+
+    # -- acceptance -------------------------------------------------------------------
+
+    def reset(self, tag: bytes | None, *, again: bool) -> None:
+        """Rule 20: what was known is void, and weights without a name share with nobody. With a new
+        name all counts that others have stored under it. again: no step has taken the last reset.
+        """
+        if again and self._begins:
+            return
+        self._begins = tag != self._tag
+        self._void = set() if self._begins else self._void | self._follower.offered
+        self._tag = tag
+        self._floor = self._follower.version_asked
+        self._refused.clear()
+        self._owed.clear()
+        self._borrows.clear()
+        self._borrowed_again.clear()
+
+    def looked_up(self, key: bytes, sources: int, source: Source | None, *, ours: bool) -> None:
+        """A look-up has ended. ours: the index has an entry."""
+        rows = self._follower.seen.rows_of(key) if sources & FROM_POOL and not ours else []
+        refusals = [self._refusal(key, place, generation) for place, generation in rows]
+        if source is Source.SHARED and "" not in refusals:
+            raise Violation("20", f"{key.hex()} hits, of {rows}: {refusals}")
+        if source is None and "" in refusals and None not in self._failed_attach.values():
+            raise Violation("2", f"{key.hex()} misses, of {rows}: {refusals}")
+
+    def _refusal(self, key: bytes, place: int, generation: int) -> str:
+        """Why this row may not be borrowed now; empty: it may."""
+        owner = owner_of(place)
+        record = self._follower.seen.owner(owner)
+        if record.state not in (COMPLETE, DEAD):
+            return f"its state is {record.state}"
+        if record.tag != self._tag:
+            return "other weights"
+        if record.version < self._floor or generation in self._void:
+            return "from before a reset"
+        if self._failed_attach.get(owner) == self._record(owner):
+            return "a rank could not attach it"
+        if self._refused.get((place, generation), 0.0) > self._clock():
+            return "it has failed"
+        if self._distrusted.get(owner, 0.0) > self._clock():
+            return "many borrows from its owner have failed"
+        if target_of(place) in self._core.targets.suspects:
+            return "its target is away"
+        unequal = [self._group_ids[position] for position in self._core.unequal_groups]
+        if member_of(place) != EVERY_MEMBER and group_id_of(key) in unequal:
+            return "our ranks are unequal"
+        return ""
+
+    def _record(self, owner: int) -> object:
+        record = self._follower.seen.owner(owner)
+        return record.version, record.tag, record.pool_uuid, record.engine_index, record.state
+
+    # -- ops --------------------------------------------------------------------------
+
+    def planned(self, op: SentOp, ours: Iterable[bytes]) -> None:
+        """A load is about to leave. ours: keys that the index had."""
+        known = set(ours)
+        for row, place in op.places.items():
+            if owner_of(place) == OURS:
+                continue
+            identity = op.identities[row]
+            if identity.key in known:
+                raise Violation("20", f"{identity} is borrowed although there is one of our own")
+            if refusal := self._refusal(identity.key, place, identity.generation):
+                raise Violation("20", f"{identity} at {place:x} is borrowed: {refusal}")
+            self._follower.counts["borrows_by_name"] += self._tag != START_TAG
+            if (place, identity.generation) not in self._follower.seen.rows_of(identity.key):
+                raise Violation("20", f"{identity} at {place:x}: the table has no such row")
+            self._name(place)
+            if op.cache.get(row) is not None:
+                self._borrowing(identity.generation)
+
+    def _name(self, place: int) -> None:
+        owner = owner_of(place)
+        if owner not in self._attached:
+            self._due.setdefault(owner, self._record(owner))
+
+    def _fetched(self, identity: SlotIdentity, place: int) -> None:
+        """A fetch leaves; the table may have changed since it was decided."""
+        if identity.generation in self._void or self._tag is None:
+            raise Violation("reset", f"a fetch of {identity} from before a reset")
+        if self._refused.get((place, identity.generation), 0.0) > self._clock():
+            raise Violation("20", f"a fetch of {identity} at {place:x}, which has failed")
+        if owner_of(place) not in self._attached:
+            raise Violation("20", f"a fetch of {identity} before its owner's attach")
+
+    def commanded(self, commands: Sequence[Command]) -> None:
+        """The commands of a step, whose loads have been planned."""
+        for command in commands:
+            if isinstance(command, AttachCommand):
+                self._attach(command)
+            elif isinstance(command, DetachCommand):
+                self._detach(command)
+            elif isinstance(command, ResetCommand):
+                self._begins = False
+            elif isinstance(command, WriteCommand):
+                if owner_of(command.batch.places).any():
+                    raise Violation("19", f"{command} into a region of another engine")
+                self._written(command)
+            elif isinstance(command, FetchCommand):
+                for row, place in enumerate(command.batch.places.tolist()):
+                    if owner_of(place) != OURS:
+                        self._fetched(identity_of(command.batch, row), place)
+                        self._borrowing(int(command.batch.generations[row]))
+            elif isinstance(command, HintCommand):
+                self._hint(command)
+        self._heeded()
+        if self._due:
+            raise Violation("20", f"loads of owners {list(self._due)} leave before their attach")
+        self._follower.has_moved = False
+
+    def _attach(self, command: AttachCommand) -> None:
+        owner = self._follower.owners.get(command.owner)
+        of = None if owner is None else (owner.engine_index, owner.pool_uuid)
+        if of != (command.engine_index, command.pool_uuid) or command.owner in self._attached:
+            raise Violation("20", f"{command} of {owner}")
+        self._attached.add(command.owner)
+        # That of the time when a fetch was decided is not known any more.
+        other = None if self._follower.has_moved else self._record(command.owner)
+        record = self._due.pop(command.owner, other)
+        self._attaching[command.op] = command.owner, record
+
+    def _detach(self, command: DetachCommand) -> None:
+        """Of an owner that is gone, or that some rank could not attach."""
+        owner = command.owner
+        state = self._follower.seen.owner(owner).state
+        if (state != NONE or owner not in self._attached) and owner not in self._to_detach:
+            raise Violation("20", f"{command}: its state is {state}")
+        self._attached.discard(owner)
+        self._to_detach.discard(owner)
+
+    @property
+    def attaches_unsent(self) -> int:
+        return len(self._due)
+
+    def attach_failed(self, op: int) -> None:
+        """A rank has reported it."""
+        owner, record = self._attaching[op]
+        self._failed_attach[owner] = record
+
+    def attach_ended(self, op: int, *, failed: bool) -> None:
+        """Every rank has reported."""
+        owner, _ = self._attaching.pop(op)
+        if failed:
+            self._attached.discard(owner)
+            self._to_detach.add(owner)
+
+    def borrow_failed(self, place: int, generation: int) -> None:
+        """A rank has reported the row, which was not cancelled."""
+        self._refused[place, generation] = self._clock() + _REFUSED_S
+
+    def borrow_ended(self, place: int, generation: int, failure: Outcome | None) -> None:
+        """Every rank has reported the row."""
+        if failure is None:
+            self._borrows[place, generation] += 1
+            if self._borrows[place, generation] > 1:
+                self._borrowed_again.add((place, generation))
+        if failure == CANCELLED:
+            return
+        owner = owner_of(place)
+        ended, failed = self._trials.get(owner, (0, 0))
+        ended, failed = ended + 1, failed + (failure is not None)
+        if ended >= _TRIALS_MIN and failed * _FAILED_SHARE > ended:
+            self._distrusted[owner] = self._clock() + _DISTRUSTED_S
+            ended = failed = 0
+        elif ended >= _TRIALS_MAX:
+            ended, failed = ended // 2, failed // 2
+        self._trials[owner] = ended, failed
+
+    # -- chunks that need not be written ----------------------------------------------
+
+    def _elsewhere(self, key: bytes) -> bool | None:
+        """Whether a living owner has what may be borrowed; None: it is not known here."""
+        rows = self._follower.seen.rows_of(key)
+        able = [place for place, generation in rows if not self._refusal(key, place, generation)]
+        living = [
+            place for place in able if self._follower.seen.owner(owner_of(place)).state == COMPLETE
+        ]
+        unsure = None in self._failed_attach.values()
+        return None if living and unsure else bool(living)
+
+    def stored(self, op: SentOp) -> None:
+        """Our own chunks, whose store has just been planned."""
+        for identity in op.identities:
+            if elsewhere := self._elsewhere(identity.key):
+                self._deduped.add(identity.generation)
+            elif elsewhere is None:
+                self._lost.add(identity.generation)  # either is right
+
+    def _borrowing(self, generation: int) -> None:
+        """A chunk is read into a cache slot."""
+        self._deduped.add(generation)
+        self._owed.discard(generation)
+        del self._sure[generation]
+
+    def ended(
+        self, keys: Iterable[bytes], entries: Mapping[bytes, Entry], provisional: set[int]
+    ) -> None:
+        """A request that used these chunks is about to end. provisional: see `used`."""
+        for key in keys:
+            entry = entries.get(key)
+            if entry is not None and entry.cache >= 0:
+                self._uses[entry.generation] += 1
+                self._sure[entry.generation] += entry.generation not in provisional
+
+    def used(
+        self, keys: Iterable[bytes], entries: Mapping[bytes, Entry], provisional: set[int]
+    ) -> None:
+        """These chunks were used. provisional: generations that are not to be written yet."""
+        for key in keys:
+            entry = entries.get(key)
+            if entry is None or entry.generation not in self._deduped:
+                continue
+            generation, elsewhere = entry.generation, self._elsewhere(key)
+            if elsewhere or self._uses[generation] < _USES_MIN:
+                continue
+            self._lost.add(generation)
+            sure = self._sure[generation] >= _USES_MIN and generation not in provisional
+            if entry.state is State.CACHED and elsewhere is False and sure:
+                self._owed.add(generation)
+
+    def _written(self, command: WriteCommand) -> None:
+        for row, generation in enumerate(command.batch.generations.tolist()):
+            deduped = is_foreign(generation) or generation in self._deduped
+            if deduped and generation not in self._lost:
+                raise Violation("21", f"{command}: others have {identity_of(command.batch, row)}")
+            self._owed.discard(generation)
+            self._deduped.discard(generation)
+
+    def idle(self, entries: Sequence[Entry]) -> None:
+        """Check at the end: what others have lost is written, if the pool takes anything."""
+        config, gauges = self._core.config, self._core.gauges()
+        able = config.write_policy is WritePolicy.THROUGH and gauges["slots", "pool"]
+        if not able or self._core.targets.suspects:
+            return
+        for entry in entries:
+            if entry.generation in self._owed:
+                raise Violation("21", f"{entry} was never written, and nobody else has it")
+
+    # -- hints ------------------------------------------------------------------------
+
+    def _hint(self, command: HintCommand) -> None:
+        columns = (command.places, command.generations, command.counts)
+        for place, generation, count in zip(*(one.tolist() for one in columns), strict=True):
+            owner, row = owner_of(place), (place, generation)
+            if row not in self._borrowed_again or not 0 < count <= self._borrows[row]:
+                raise Violation("21", f"{command}: {self._borrows[row]} borrows of {row}")
+            if owner not in self._attached:
+                raise Violation("21", f"{command}: no rank knows the owner of {row}")
+            self._borrows[row] = 0
+            times = self._hinted.setdefault(owner, [])
+            times.append(self._clock())
+            if len(times) > _HINTS_PER_S * (2 + times[-1] - times[0]):
+                raise Violation("21", f"{command}: {len(times)} hints since {times[0]}")
+        if command.owners.tolist() != owner_of(command.places).tolist():
+            raise Violation("21", f"{command}: its owners are others")
+
+    def _heeded(self) -> None:
+        """Of others' hints those count that name a chunk of ours by its place and generation."""
+        entries = self._core.entries()
+        ours = {entry.place: entry.generation for entry in entries if entry.place >= 0}
+        hints = self._follower.seen.take_hints(_HINTS_MAX)
+        self._hints_taken += sum(ours.get(place) == generation for place, generation, _ in hints)
+        if (taken := self._core.counters["shared_hints", "received"]) != self._hints_taken:
+            raise Violation("21", f"{taken} hints taken, {self._hints_taken} of {hints} are right")
+
+    # -- entries ----------------------------------------------------------------------
+
+    @staticmethod
+    def check_entry(entry: Entry) -> None:
+        if entry.state is State.BORROWING and not is_foreign(entry.generation):
+            raise Violation("state", f"{entry} is one of our own")
+
+
+@dataclass
+class SentOp:
+    """An op seen from outside: what its rows name, and how many ranks owe what on each."""
+
+    kind: str
+    issued_s: float
+    identities: tuple[SlotIdentity, ...] = ()
+    cache: dict[int, int] = field(default_factory=dict)  # row → cache slot, until its release
+    places: dict[int, int] = field(default_factory=dict)
+    outcomes: list[int] = field(default_factory=list)  # by row: ranks that owe it
+    releases: list[int] = field(default_factory=list)
+    failures: dict[int, Outcome] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, kind: str, issued_s: float, batch: ChunkBatch | None, ranks: int) -> SentOp:
+        """batch: None for a reset or an attach, which has one row."""
+        if batch is None:
+            return cls(kind, issued_s, outcomes=[ranks], releases=[ranks])
+        return cls(
+            kind,
+            issued_s,
+            tuple(identity_of(batch, row) for row in range(len(batch))),
+            {row: slot for row, slot in enumerate(batch.cache.tolist()) if slot >= 0},
+            {row: place for row, place in enumerate(batch.places.tolist()) if place >= 0},
+            [ranks] * len(batch),
+            [ranks] * len(batch),
+        )
+
+    @property
+    def owes_outcomes(self) -> bool:
+        return any(self.outcomes)
+
+    def rows_of(self, report: OpReport) -> Iterator[tuple[int, Outcome | None, bool]]:
+        """(row, outcome, released) of each row of a report; None: only a release."""
+        rows = range(len(self.outcomes)) if report.indexes is None else report.indexes.tolist()
+        for at, row in enumerate(rows):
+            code = 0 if report.codes is None else int(report.codes[at])
+            number = 0 if report.errnos is None else int(report.errnos[at])
+            released = report.released is None or bool(report.released[at])
+            yield row, None if code == RELEASED else outcome_of(code, number), released
+
+    def released(self, row: int) -> None:
+        """A rank has released the row, which gives up its slots when all of them have."""
+        if self.releases[row] <= self.outcomes[row]:
+            raise Violation("13", f"{self}: row {row} is released before its outcome")
+        self.releases[row] -= 1
+        if not self.releases[row]:
+            self.cache.pop(row, None)
+            self.places.pop(row, None)
+
+    def is_gone(self, row: int) -> bool:
+        """Whether the row of a load names neither slot nor place. Asked before its release."""
+        return self.kind == "load" and row not in self.cache and row not in self.places
+
+    def fills(self, row: int) -> bool:
+        """Whether the row reads the pool into a cache slot. Asked before its release."""
+        return self.kind in ("load", "fetch") and row in self.cache and row in self.places
+
+    def blames(self, row: int, outcome: Outcome, in_pool: set[int]) -> bool:
+        """Whether a rank's failure proves that the chunk is bad, so that it may be removed.
+
+        in_pool: generations that were only in the pool, or being read from it. An op that did
+        not read the pool has proved nothing about those generations.
+        """
+        if self.kind == "store":
+            return True
+        if self.kind not in ("load", "fetch") or outcome == CANCELLED or self.is_gone(row):
+            return False
+        waited = self.identities[row].generation in in_pool and row not in self.places
+        return outcome != STALE or not waited

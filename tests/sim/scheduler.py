@@ -22,8 +22,7 @@ from vllm_nvmeof_offload.manager.boundary import unit_tokens
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, ManagerCore, StorePlan
 from vllm_nvmeof_offload.manager.stores import BoundaryStores
 
-from .base import Clock, Knobs, Trace, Violation
-from .memory import Tag
+from .base import Clock, Knobs, Tag, Trace, Violation
 from .queue import Face, LookUp, SimQueue
 from .rank import Metadata, Output, TransferJob, Work
 from .requests import (

@@ -7,7 +7,7 @@ import errno
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 
 from vllm_nvmeof_bench.servers.faults import lanes_of
@@ -22,14 +22,7 @@ from vllm_nvmeof_offload.errors import (
     OutcomeKind,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import (
-    Completion,
-    ForeignSlab,
-    HintRecord,
-    IoOp,
-    Lanes,
-    Room,
-)
+from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, HintRecord, IoOp, Lanes, Room
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
     OURS,
@@ -43,13 +36,10 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
-from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Violation
+from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Memory, Tag, Violation, crc_of
 from .copying import COPY_ERRNO
-from .memory import Memory, Tag, crc_of
-from .regions import REGION_ERRNOS, SimOpener
-from .reset_rule import ResetRule
-from .sets import APART, own, split_cache
-from .shapes import spread
+from .owners import REGION_ERRNOS, SimOpener
+from .shapes import APART, own, split_cache, spread
 from .store import Claim, RankStore, Record, Superblock
 
 _ANSWERS = (OutcomeKind.IO_ERROR, OutcomeKind.CHECKSUM_MISMATCH, OutcomeKind.STALE)
@@ -743,3 +733,55 @@ class SimIo:
             raise Violation("5", f"{flight} reported before data and table")
         assert op.identity is not None
         self.committed[self._number(op)] = op.identity.generation
+
+
+class ResetRule:
+    """One lane of one rank: its superblocks that are owed, and the stamp of its writes."""
+
+    def __init__(self, target: int, stamp: Stamp) -> None:
+        self._target = target
+        self._begun = 0  # resets
+        self._not_offered = 0  # superblocks
+        self._undecided = 0
+        self._named = stamp
+        #: Of a write that is submitted now.
+        self.stamp = stamp
+
+    def began(self, named: Stamp, unnamed: Stamp) -> None:
+        """The rank begins a reset."""
+        self._begun += 1
+        self._not_offered += 1
+        self._undecided += 1
+        self._named, self.stamp = named, unnamed
+
+    def offered(self) -> int:
+        """The engine got a superblock. Returns the number of its reset."""
+        self._not_offered -= 1
+        if self._not_offered < 0:
+            raise Violation("15", f"a superblock of target {self._target} that no reset asks for")
+        return self._begun - self._not_offered
+
+    def ended(self, reset: int, *, ok: bool, late: bool) -> None:
+        """The engine has answered, for the last time."""
+        if ok and reset == self._begun:
+            self.stamp = self._named
+        if not late:
+            self._undecided -= 1
+
+    def given_up(self) -> None:
+        """Its deadline has passed."""
+        self._undecided -= 1
+
+    def check(self, running: Container[int], resetting: Container[int]) -> None:
+        """Check after a turn of the pipeline. running: targets with a write that is waited for;
+        resetting: those with a superblock that is."""
+        target = self._target
+        if self._not_offered and target not in running and target not in resetting:
+            raise Violation("15", f"target {target} has to wait with its superblock for others")
+
+    def check_write(self, what: object, stamp: Stamp | None) -> None:
+        """Check a write that is submitted."""
+        if self._undecided:
+            raise Violation("15", f"{what} passes a superblock of its lane")
+        if stamp != self.stamp:
+            raise Violation("15", f"{what} carries {stamp}, not {self.stamp}")

@@ -19,7 +19,7 @@ from vllm_nvmeof_offload.protocol import (
     place_of,
 )
 
-from .memory import Tag
+from .base import Tag
 
 #: A table's entry: what it names, the epoch of its write, whether other ranks have no copy.
 Entry = tuple[SlotIdentity, int, bool]

@@ -9,21 +9,6 @@ import pytest
 
 from vllm_nvmeof_offload.manager.handshake import CREDITED
 
-from . import (
-    mutants_events,
-    mutants_groups,
-    mutants_owners,
-    mutants_peers,
-    mutants_policy,
-    mutants_reload,
-    mutants_remembered,
-    mutants_serving,
-    mutants_sets,
-    mutants_stream,
-    mutants_tiers,
-    mutants_transfer,
-    mutants_world,
-)
 from .mutants import (
     CHECKS,
     MUTANTS,
@@ -38,22 +23,6 @@ from .mutants import (
 )
 from .shapes import FULL
 from .world import play
-
-assert (
-    mutants_events
-    and mutants_groups
-    and mutants_owners
-    and mutants_peers
-    and mutants_policy
-    and mutants_reload
-    and mutants_remembered
-    and mutants_serving
-    and mutants_sets
-    and mutants_stream
-    and mutants_transfer
-    and mutants_tiers
-    and mutants_world
-)  # importing a module registers its mutants
 
 SEEDS_MAX = 1000
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import secrets
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 from vllm_nvmeof_offload.manager.eviction import POLICIES
 from vllm_nvmeof_offload.manager.handshake import CREDITED
 
+from .sanitized import ROOT
 from .shapes import FULL, SHAPES
 from .world import play
 
@@ -227,3 +230,11 @@ def test_every_kind_of_event_happened() -> None:
     if not _seen:
         pytest.skip("the seeds did not run")
     assert [what for what in EVENTS if not _seen[what]] == []
+
+
+@pytest.mark.slow  # it compiles the native module with sanitizers
+def test_the_simulator_runs_over_a_build_with_sanitizers() -> None:
+    command = [sys.executable, "-m", "tests.sim", "--first", "1", "--steps", "200", "--sanitize"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert ", 0 failed" in done.stdout

@@ -14,19 +14,16 @@ from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
 from vllm_nvmeof_offload.manager.handshake import CREDITED, WritePolicy, agree
 from vllm_nvmeof_offload.protocol import EVERY_MEMBER, member_of
 
-from .base import Clock, Knobs, Trace, Violation
+from .base import Clock, Knobs, Tag, Trace, Violation
 from .copying import with_checks
 from .follower import SimFollower
-from .memory import Tag
 from .owners import Owners, with_owners
-from .peers import with_peers
+from .peers import with_peers, with_serving
 from .rank import Output, SimRank
 from .requests import Clients, Request
 from .rules import Rules
 from .scheduler import SimScheduler
-from .serving import with_serving
-from .sets import RankSet, with_sets
-from .shapes import shaped
+from .shapes import RankSet, shaped, with_sets
 from .store import NAMED_WEIGHTS, VERSIONS, RankStore
 
 REQUEST_S_MAX = 300.0
