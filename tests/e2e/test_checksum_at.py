@@ -11,15 +11,8 @@ from pathlib import Path
 import pytest
 from vllm_nvmeof_bench.servers.server import Server
 
-from tests.e2e import faults_rig as rig
-
-FAILED = "vllm:nvmeof_failed_chunks_total"
-LOADED = "vllm:nvmeof_loaded_tokens_total"
-
-
-@pytest.fixture(scope="module")
-def reference() -> rig.Reference:
-    return rig.reference()
+from tests.e2e import servers as rig
+from tests.e2e.servers import FAILED, LOADED
 
 
 @pytest.fixture(scope="module")

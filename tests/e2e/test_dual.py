@@ -16,8 +16,8 @@ import pytest
 from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.server import ReservedPort, Server, ServerSpec
 
-from tests.e2e import faults_rig as rig
-from tests.e2e.parallel_rig import FAILED
+from tests.e2e import servers as rig
+from tests.e2e.servers import FAILED
 from vllm_nvmeof_offload.units import GIB
 
 #: A prompt takes a quarter of a second by one link.
@@ -25,11 +25,6 @@ LINK_BYTES_PER_S = 8_000_000
 #: Of P: a quarter streams, and the others hold three prompts of twelve. D has as many, or serves.
 SLOTS, SERVE_SLOTS = 64, 24
 ROUNDS_MAX = 5
-
-
-@pytest.fixture(scope="module")
-def reference() -> rig.Reference:
-    return rig.reference()
 
 
 def spec(pool: Path, faults: rig.Faults, **extra: object) -> ServerSpec:

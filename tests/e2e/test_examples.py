@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs examples as a user would. `test_wheel.py` starts `02_serve.sh`."""
+"""Runs examples as a user would, and the backend as an argument of `LLM`. `test_wheel.py` starts
+`02_serve.sh`."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -15,7 +17,7 @@ import pytest
 import yaml
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
-from tests.e2e import faults_rig as rig
+from tests.e2e import servers as rig
 from vllm_nvmeof_offload.units import GIB
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -83,3 +85,24 @@ def test_a_target_that_is_not_mounted_leaves_a_server_with_its_cpu_tier(tmp_path
         assert rig.same(rig.ask(server, asked), cold)
         assert rig.metrics(server).value("vllm:nvmeof_loaded_tokens_total", source="cpu") > 0
     assert not target.exists(), "nothing is written where the mount would be"
+
+
+@pytest.mark.soak  # `test_examples.py` is a short version
+def test_llm_takes_the_backend_as_an_argument(tmp_path: Path) -> None:
+    reference = rig.reference()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.llm_child", str(tmp_path / "pool")],
+        cwd=Path(__file__).resolve().parents[2],
+        env={**rig.spec().environment(), "VLLM_LOGGING_LEVEL": "WARNING"},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
+    seen = json.loads(line.removeprefix("RESULT "))
+    expected = [answer.tokens for answer in reference.answers]
+    assert seen["cold"] == expected
+    assert seen["back"] == expected
+    assert seen["hits"] > 0

@@ -16,13 +16,11 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import faults_rig as rig
+from tests.e2e import servers as rig
 from tests.e2e.test_upstream import NEWEST, check
 from tests.unit.gpu_tools import tool
 from tests.upstream import suite
-from tests.upstream.grafted import grafted
-from tests.upstream.releases import ReleaseUnavailableError
-from tests.upstream.trees import Release, installed_version
+from tests.upstream.releases import Release, ReleaseUnavailableError, grafted, installed_version
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 

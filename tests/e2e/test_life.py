@@ -20,12 +20,10 @@ import pytest
 from vllm_nvmeof_bench.servers.client import Answer, Client
 from vllm_nvmeof_bench.servers.server import Server
 
-from tests.e2e import faults_rig as rig
-from tests.e2e import life_rig as life
+from tests.e2e import servers as rig
+from tests.e2e.servers import HITS, LOADED
 from tests.wait import wait_until
 
-HITS = "vllm:external_prefix_cache_hits_total"
-LOADED = "vllm:nvmeof_loaded_tokens_total"
 MANY = (
     *("--api-server-count", "2", "--distributed-executor-backend", "mp"),
     *("--scheduling-policy", "priority", "--enable-log-requests", "--max-log-len", "8"),
@@ -33,40 +31,40 @@ MANY = (
 
 
 @pytest.fixture(scope="module")
-def scene(tmp_path_factory: pytest.TempPathFactory) -> life.Scene:
+def scene(tmp_path_factory: pytest.TempPathFactory) -> rig.Scene:
     directory = tmp_path_factory.mktemp("life")
-    weights = life.Weights.make(directory / "model")
-    prompts = life.asked()
+    weights = rig.Weights.make(directory / "model")
+    prompts = rig.asked()
     answers = [
-        life.expected_of(model, prompts, rig.ANSWER_TOKENS) for model in (weights.old, weights.new)
+        rig.expected_of(model, prompts, rig.ANSWER_TOKENS) for model in (weights.old, weights.new)
     ]
     assert all(old != new for old, new in zip(*answers, strict=True))
     faults = rig.Faults(directory / "faults.json")
-    return life.Scene(directory / "pool", weights, faults, prompts, *answers)
+    return rig.Scene(directory / "pool", weights, faults, prompts, *answers)
 
 
 @pytest.fixture(scope="module")
-def server(scene: life.Scene) -> Iterator[Server]:
+def server(scene: rig.Scene) -> Iterator[Server]:
     with scene.start("life", *MANY, step_tokens=256) as server:
         yield server
 
 
 @pytest.fixture(autouse=True)
-def _no_faults(scene: life.Scene) -> Iterator[None]:
+def _no_faults(scene: rig.Scene) -> Iterator[None]:
     scene.faults.set()
     yield
     scene.faults.set()
 
 
-def test_two_api_servers_priorities_and_chunked_prefill(server: Server, scene: life.Scene) -> None:
+def test_two_api_servers_priorities_and_chunked_prefill(server: Server, scene: rig.Scene) -> None:
     assert "Chunked prefill is enabled with max_num_batched_tokens=256" in server.log()
     before = rig.metrics(server)
-    assert life.stored(server, scene.prompts) == scene.old
+    assert rig.stored(server, scene.prompts) == scene.old
     assert rig.grown(server, before, HITS) == 0
     # The last prompt asked is in the CPU tier. What requests that run at once find there depends on
     # their order, and so on the machine's speed.
-    assert life.returning(server, scene.prompts[-1:]) == scene.old[-1:]
-    assert life.with_priorities(server, scene.prompts) == scene.old
+    assert rig.returning(server, scene.prompts[-1:]) == scene.old[-1:]
+    assert rig.with_priorities(server, scene.prompts) == scene.old
     for source in ("cpu", "pool"):
         assert rig.grown(server, before, LOADED, source=source) > 0, source
 
@@ -80,73 +78,73 @@ def test_two_api_servers_priorities_and_chunked_prefill(server: Server, scene: l
 
 
 @pytest.mark.parametrize("mode", ["keep", "wait", "abort"])
-def test_a_pause_while_loads_run(server: Server, scene: life.Scene, mode: str) -> None:
+def test_a_pause_while_loads_run(server: Server, scene: rig.Scene, mode: str) -> None:
     def pause() -> None:
         # vLLM cannot clear caches and keep requests that wait for a load.
-        life.post(server, "/pause", mode=mode, clear_cache=mode != "keep")
+        rig.post(server, "/pause", mode=mode, clear_cache=mode != "keep")
         assert httpx.get(f"{server.url}/is_paused", trust_env=False).json()["is_paused"]
-        life.post(server, "/resume")
+        rig.post(server, "/resume")
 
-    answers = life.while_loads_run(server, scene, pause)
+    answers = rig.while_loads_run(server, scene, pause)
     if mode != "abort":
         assert [a.tokens for a in answers if isinstance(a, Answer)] == scene.old[::2]
-    assert life.tokens_of(server, scene.prompts[::2]) == scene.old[::2]
+    assert rig.tokens_of(server, scene.prompts[::2]) == scene.old[::2]
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep_while_loads_run(server: Server, scene: life.Scene, level: int) -> None:
+def test_sleep_while_loads_run(server: Server, scene: rig.Scene, level: int) -> None:
     """On a CPU vLLM keeps weights and KV cache in sleep; the connector is notified as on a GPU."""
 
     def sleep() -> None:
-        life.post(server, "/sleep", level=level)
+        rig.post(server, "/sleep", level=level)
         assert httpx.get(f"{server.url}/is_sleeping", trust_env=False).json()["is_sleeping"]
-        life.post(server, "/wake_up")
+        rig.post(server, "/wake_up")
 
-    life.while_loads_run(server, scene, sleep)
+    rig.while_loads_run(server, scene, sleep)
     before = rig.metrics(server)
-    assert life.tokens_of(server, scene.prompts[::2]) == scene.old[::2]
+    assert rig.tokens_of(server, scene.prompts[::2]) == scene.old[::2]
     assert rig.grown(server, before, HITS) == 0, "sleep clears every cache"
-    assert life.returning(server, scene.prompts[::2]) == scene.old[::2]
+    assert rig.returning(server, scene.prompts[::2]) == scene.old[::2]
     assert rig.grown(server, before, HITS) > 0
 
 
-def test_resets_while_loads_and_stores_run(server: Server, scene: life.Scene) -> None:
+def test_resets_while_loads_and_stores_run(server: Server, scene: rig.Scene) -> None:
     def reset() -> None:
         for _ in range(5):
-            life.post(server, "/reset_prefix_cache", reset_external=True)
-            life.post(server, "/reset_prefix_cache")
+            rig.post(server, "/reset_prefix_cache", reset_external=True)
+            rig.post(server, "/reset_prefix_cache")
 
-    answers = life.while_loads_run(server, scene, reset)
+    answers = rig.while_loads_run(server, scene, reset)
     assert [a.tokens for a in answers if isinstance(a, Answer)] == scene.old[::2]
-    assert life.returning(server, scene.prompts) == scene.old
+    assert rig.returning(server, scene.prompts) == scene.old
 
 
-def test_new_weights_in_a_server_without_a_reset(server: Server, scene: life.Scene) -> None:
+def test_new_weights_in_a_server_without_a_reset(server: Server, scene: rig.Scene) -> None:
     before = rig.metrics(server)
-    assert life.returning(server, scene.prompts) == scene.old
+    assert rig.returning(server, scene.prompts) == scene.old
     assert rig.grown(server, before, HITS) > 0, "the old weights' KV can be loaded"
     scene.weights.put(scene.weights.new)
-    life.call_workers(server, "reload_weights")
+    rig.call_workers(server, "reload_weights")
     before = rig.metrics(server)
-    assert life.stored(server, scene.prompts) == scene.new
+    assert rig.stored(server, scene.prompts) == scene.new
     assert rig.grown(server, before, HITS) == 0
     # The last prompt asked is in the CPU tier; in the old order the prompts evict each other.
-    assert life.returning(server, scene.prompts[-1:]) == scene.new[-1:]
-    assert life.returning(server, scene.prompts) == scene.new
+    assert rig.returning(server, scene.prompts[-1:]) == scene.new[-1:]
+    assert rig.returning(server, scene.prompts) == scene.new
     for source in ("cpu", "pool"):
         assert rig.grown(server, before, LOADED, source=source) > 0, source
 
 
-def test_new_weights_while_requests_run(server: Server, scene: life.Scene) -> None:
+def test_new_weights_while_requests_run(server: Server, scene: rig.Scene) -> None:
     """These requests continue with KV of both weights; no other request may load any of it."""
 
     async def run() -> None:
         async with Client(server.url) as client:
             asked = [client.complete(p, 300) for p in scene.prompts[::2]]
             answers = asyncio.gather(*asked)
-            await asyncio.to_thread(life.wait_for_requests, server)
+            await asyncio.to_thread(rig.wait_for_requests, server)
             scene.weights.publish()
-            await asyncio.to_thread(life.call_workers, server, "reload_weights")
+            await asyncio.to_thread(rig.call_workers, server, "reload_weights")
             assert not answers.done(), "the requests ended before the weights changed"
             await answers
 
@@ -154,38 +152,38 @@ def test_new_weights_while_requests_run(server: Server, scene: life.Scene) -> No
     scene.weights.bring(scene.weights.old)
     asyncio.run(run())
     before = rig.metrics(server)
-    assert life.tokens_of(server, scene.prompts) == scene.old
-    assert life.returning(server, scene.prompts) == scene.old
+    assert rig.tokens_of(server, scene.prompts) == scene.old
+    assert rig.returning(server, scene.prompts) == scene.old
     assert rig.grown(server, before, HITS) > 0, "KV is stored again after the old requests ended"
 
 
-def test_new_weights_during_sleep(server: Server, scene: life.Scene) -> None:
-    life.post(server, "/sleep", level=2)
+def test_new_weights_during_sleep(server: Server, scene: rig.Scene) -> None:
+    rig.post(server, "/sleep", level=2)
     scene.weights.put(scene.weights.new)
-    life.post(server, "/wake_up", tags="weights")
-    life.call_workers(server, "reload_weights")
-    life.post(server, "/wake_up", tags=["kv_cache", "scheduling"])
+    rig.post(server, "/wake_up", tags="weights")
+    rig.call_workers(server, "reload_weights")
+    rig.post(server, "/wake_up", tags=["kv_cache", "scheduling"])
     before = rig.metrics(server)
-    assert life.stored(server, scene.prompts) == scene.new
+    assert rig.stored(server, scene.prompts) == scene.new
     assert rig.grown(server, before, HITS) == 0
-    assert life.returning(server, scene.prompts) == scene.new
+    assert rig.returning(server, scene.prompts) == scene.new
     assert rig.grown(server, before, LOADED, source="pool") > 0
 
 
-def test_an_engine_ends_when_its_server_is_killed(server: Server, scene: life.Scene) -> None:
+def test_an_engine_ends_when_its_server_is_killed(server: Server, scene: rig.Scene) -> None:
     """vLLM itself would leave two API servers without an engine, which hold no resource."""
     rig.settle(server)
     os.kill(server.pid, signal.SIGKILL)
 
     def no_engine() -> bool:
-        titles = life.group(server.pid).values()
+        titles = rig.group(server.pid).values()
         return not any(name.startswith(("VLLM::EngineCore", "VLLM::Worker")) for name in titles)
 
     wait_until("the end of engine and worker", no_engine, 60)
     server.kill()
 
 
-def test_one_llm_after_the_other_on_the_old_weights(scene: life.Scene) -> None:
+def test_one_llm_after_the_other_on_the_old_weights(scene: rig.Scene) -> None:
     """The pool holds KV of new weights that its keyspace does not name: nothing is adopted.
 
     Then an engine's worker is killed; the next engine adopts its chunks and is closed with
@@ -197,7 +195,7 @@ def test_one_llm_after_the_other_on_the_old_weights(scene: life.Scene) -> None:
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as stderr:
         done = subprocess.run(
-            [sys.executable, "-m", "tests.e2e.notebook_child", *places],
+            [sys.executable, "-m", "tests.e2e.llm_child", *places],
             cwd=rig.BUILD.parent,
             env={**rig.spec().environment(), "VLLM_LOGGING_LEVEL": "WARNING"},
             stdout=subprocess.PIPE,

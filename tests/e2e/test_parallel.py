@@ -16,9 +16,8 @@ import numpy as np
 import pytest
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
-from tests.e2e import faults_rig as rig
-from tests.e2e import parallel_rig as par
-from tests.e2e.parallel_rig import FAILED, HITS, LOADED
+from tests.e2e import servers as rig
+from tests.e2e.servers import FAILED, HITS, LOADED
 from vllm_nvmeof_offload.pool.format import decode_table, read_superblock
 from vllm_nvmeof_offload.pool.recovery import read_table
 from vllm_nvmeof_offload.units import HEADER_BYTES
@@ -84,7 +83,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     option = "--tensor-parallel-size"
     # Chunks that are stored after a reset may then be adopted by the successor.
     never = {"weights_never_change": True}
-    spec = par.spec(directory / "pool", option, fault_injection=str(faults.path), **never)
+    spec = rig.split_spec(directory / "pool", option, fault_injection=str(faults.path), **never)
     return Place(directory, faults, spec)
 
 
@@ -97,7 +96,7 @@ def _impatient(spec: ServerSpec) -> ServerSpec:
 
 @pytest.fixture(scope="module")
 def reference() -> rig.Reference:
-    return par.reference()
+    return rig.split_reference()
 
 
 @pytest.fixture(scope="module")
@@ -121,18 +120,18 @@ def successor(damaged: Damage, place: Place) -> Iterator[Server]:
 
 
 def _all_in_the_pool(server: Server, reference: rig.Reference) -> None:
-    rig.store_all(server, reference, par.ask)
+    rig.store_all(server, reference, rig.split_ask)
 
 
 def test_returning_prompts_are_found(server: Server, reference: rig.Reference) -> None:
     _all_in_the_pool(server, reference)
     before = rig.metrics(server)
-    assert rig.same(par.ask(server, reference.prompts), reference.answers)
-    assert rig.grown(server, before, HITS) > 0.45 * sum(map(par.whole, reference.prompts))
+    assert rig.same(rig.split_ask(server, reference.prompts), reference.answers)
+    assert rig.grown(server, before, HITS) > 0.45 * sum(map(rig.whole, reference.prompts))
     assert rig.grown(server, before, LOADED, source="pool") > 0
     rig.forget_gpu(server)
     before = rig.metrics(server)
-    assert rig.same(par.ask(server, reference.prompts[-1:]), reference.answers[-1:])
+    assert rig.same(rig.split_ask(server, reference.prompts[-1:]), reference.answers[-1:])
     assert rig.grown(server, before, LOADED, source="cpu") > 0
     assert rig.metrics(server).value(FAILED) == 0
 
@@ -147,7 +146,7 @@ def test_a_fault_on_one_rank_only(
     _all_in_the_pool(server, reference)
     before, fired = rig.metrics(server), [place.faults.fired(knob, r) for r in (0, 1)]
     place.faults.set(rank=rank, **{knob: value})
-    assert rig.same(par.ask(server, reference.prompts), reference.answers)
+    assert rig.same(rig.split_ask(server, reference.prompts), reference.answers)
     place.faults.set()
     struck = [place.faults.fired(knob, r) - fired[r] for r in (0, 1)]
     assert struck[rank] > 0
@@ -167,7 +166,7 @@ def test_writes_that_fail_on_one_rank_only(
     _all_in_the_pool(server, reference)
     place.faults.set()
     assert rig.grown(server, before, FAILED) == 5
-    assert rig.same(par.ask(server, reference.prompts), reference.answers)
+    assert rig.same(rig.split_ask(server, reference.prompts), reference.answers)
     assert rig.grown(server, before, LOADED, source="pool") > 0
 
 
@@ -179,7 +178,7 @@ def test_the_comparison_detects_wrong_bytes_on_one_rank(
         _all_in_the_pool(server, reference)
         fired = place.faults.fired("swap_slots", rank)
         place.faults.set(rank=rank, swap_slots=True)
-        answers = par.ask(server, reference.prompts)
+        answers = rig.split_ask(server, reference.prompts)
         place.faults.set()
         assert place.faults.fired("swap_slots", rank) > fired
         assert not rig.same(answers, reference.answers)
@@ -202,7 +201,7 @@ def test_slabs_that_are_exchanged_between_the_ranks_serve_nothing(
     _all_in_the_pool(server, reference)
     exchange_slabs(place)
     before = rig.metrics(server)
-    assert rig.same(par.ask(server, reference.prompts), reference.answers)
+    assert rig.same(rig.split_ask(server, reference.prompts), reference.answers)
     assert rig.grown(server, before, FAILED, outcome="stale") > 0
     rig.forget_all(server)
 
@@ -214,14 +213,14 @@ def test_tenants_find_nothing_of_each_other(server: Server, reference: rig.Refer
     def hits(salt: str | None, source: str = "") -> float:
         rig.forget_gpu(server)
         before = rig.metrics(server)
-        assert rig.same(par.ask(server, prompt, cache_salt=salt), answer)
+        assert rig.same(rig.split_ask(server, prompt, cache_salt=salt), answer)
         rig.settle(server)  # so that the next one's chunks find room
         if source:
             return rig.grown(server, before, LOADED, source=source)
         assert rig.grown(server, before, "vllm:prefix_cache_hits_total") == 0
         return rig.grown(server, before, HITS)
 
-    whole = par.whole(prompt[0])
+    whole = rig.whole(prompt[0])
     rig.forget_all(server)
     assert hits(None) == 0
     assert hits(None, "cpu") == whole
@@ -249,9 +248,9 @@ def test_tenants_find_nothing_of_each_other_after_a_restart(
     prompt, answer = reference.prompts[:1], reference.answers[:1]
     for salt, found in (("four", False), ("one", True), ("two", True), (None, True)):
         before = rig.metrics(successor)
-        assert rig.same(par.ask(successor, prompt, cache_salt=salt), answer)
+        assert rig.same(rig.split_ask(successor, prompt, cache_salt=salt), answer)
         loaded = rig.grown(successor, before, LOADED, source="pool")
-        assert loaded == (par.whole(prompt[0]) if found else 0), salt
+        assert loaded == (rig.whole(prompt[0]) if found else 0), salt
         assert rig.grown(successor, before, HITS) == loaded
 
 
@@ -260,19 +259,19 @@ def test_chunks_that_one_rank_has_lost_are_recomputed(
 ) -> None:
     before = rig.metrics(successor)
     # The prompts written last: rank 0's part of their chunks is cut off, rank 1's part is whole.
-    answers = par.ask(successor, reference.prompts[:1], cache_salt="three")
+    answers = rig.split_ask(successor, reference.prompts[:1], cache_salt="three")
     assert rig.same(answers, reference.answers[:1])
     assert 0 < rig.grown(successor, before, FAILED) <= damaged.cut
     # Prompts whose headers rank 1 has partly lost: the rest of their chunks is not looked up.
-    assert rig.same(par.ask(successor, reference.prompts), reference.answers)
+    assert rig.same(rig.split_ask(successor, reference.prompts), reference.answers)
     found = rig.grown(successor, before, LOADED, source="pool")
     assert 0 < found <= (damaged.used - damaged.lost) * rig.CHUNK_TOKENS
     # A request does not store chunks that it tried to load, even if they were recomputed; the next
     # request stores them.
-    for found in (None, par.whole(reference.prompts[0])):
+    for found in (None, rig.whole(reference.prompts[0])):
         rig.forget_gpu(successor)
         before = rig.metrics(successor)
-        answers = par.ask(successor, reference.prompts[:1], cache_salt="three")
+        answers = rig.split_ask(successor, reference.prompts[:1], cache_salt="three")
         assert rig.same(answers, reference.answers[:1])
         assert rig.grown(successor, before, FAILED) == 0
         assert found is None or rig.grown(successor, before, HITS) == found

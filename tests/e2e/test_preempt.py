@@ -18,7 +18,7 @@ from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import random_tokens
 from vllm_nvmeof_bench.servers.server import ServerSpec
 
-from tests.e2e import faults_rig as rig
+from tests.e2e import servers as rig
 from tests.small_disk import tmpfs
 from vllm_nvmeof_offload.units import GIB
 

@@ -24,13 +24,10 @@ from vllm_nvmeof_bench.servers.server import (
     ServerSpec,
 )
 
-from tests.e2e import faults_rig as rig
-from tests.e2e.plain_answers import plain_answers
+from tests.e2e import servers as rig
+from tests.e2e.servers import HITS, LOADED, PLACES, plain_answers
 
-LOADED = "vllm:nvmeof_loaded_tokens_total"
-HITS = "vllm:external_prefix_cache_hits_total"
 PENDING = "vllm:nvmeof_writes_pending"
-PLACES = "vllm:nvmeof_shared_entries"
 PROMPTS, ANSWER_TOKENS = 2, 40  # the answer fills another chunk
 ASK_A_PEER = {
     "do_remote_decode": True,

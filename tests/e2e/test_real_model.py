@@ -28,8 +28,8 @@ from vllm_nvmeof_bench.servers import smollm2
 from vllm_nvmeof_bench.servers.client import Answer, Client, Message
 from vllm_nvmeof_bench.servers.server import ReservedPort, Server, ServerSpec
 
-from tests.e2e import faults_rig as rig
-from tests.e2e.parallel_rig import FAILED, LOADED
+from tests.e2e import servers as rig
+from tests.e2e.servers import FAILED, LOADED
 
 pytestmark = [pytest.mark.slow]  # some 4,000 tokens of a real model are computed
 

@@ -16,9 +16,8 @@ import pytest
 from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.server import Server, ServerError, ServerSpec
 
-from tests.e2e import faults_rig as rig
-from tests.e2e import parallel_rig as par
-from tests.e2e.parallel_rig import FAILED, HITS, LOADED
+from tests.e2e import servers as rig
+from tests.e2e.servers import FAILED, HITS, LOADED
 from vllm_nvmeof_offload.pool.lease import lease_of, read_lease
 
 OPTION = "--data-parallel-size"
@@ -26,7 +25,7 @@ OPTION = "--data-parallel-size"
 
 @pytest.fixture(scope="module")
 def reference() -> rig.Reference:
-    return par.reference()
+    return rig.split_reference()
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def spec(place: Path) -> ServerSpec:
-    spec = par.spec(place, OPTION, share="off")
+    spec = rig.split_spec(place, OPTION, share="off")
     return replace(spec, extra_args=(*spec.extra_args, "--api-server-count", "1"))
 
 
@@ -51,7 +50,7 @@ def settle(server: Server) -> None:
 
     def idle(now: Metrics) -> bool:
         for replica in (0, 1):
-            par.ask(server, [[5, 6, 7]], replica=replica)
+            rig.split_ask(server, [[5, 6, 7]], replica=replica)
         return rig.all_written(now)
 
     rig.wait_for(server, "the last write", idle)
@@ -85,18 +84,18 @@ def test_each_finds_only_its_own_chunks(server: Server, reference: rig.Reference
     for source in ("", "cpu", "pool"):
         for replica in (0, 1):
             before = rig.metrics(server)
-            answers = par.ask(server, reference.prompts[:1], replica=replica)
+            answers = rig.split_ask(server, reference.prompts[:1], replica=replica)
             assert rig.same(answers, reference.answers[:1])
             found = rig.grown(server, before, HITS, engine=str(replica))
             loaded = rig.grown(server, before, LOADED, source=source, engine=str(replica))
-            wanted = par.whole(reference.prompts[0]) if source else 0
+            wanted = rig.whole(reference.prompts[0]) if source else 0
             assert found == wanted, "no hit at first, although the other replica has the chunks"
             assert not source or loaded == wanted
         if source == "cpu":
             for replica in (0, 1):
                 for number in range(1, len(reference.prompts)):
                     one = slice(number, number + 1)
-                    answers = par.ask(server, reference.prompts[one], replica=replica)
+                    answers = rig.split_ask(server, reference.prompts[one], replica=replica)
                     assert rig.same(answers, reference.answers[one])
                     settle(server)  # so that the next one's chunks find room
         settle(server)
@@ -107,12 +106,12 @@ def test_each_finds_only_its_own_chunks(server: Server, reference: rig.Reference
 def test_with_sharing_one_loads_what_the_other_has_stored(
     tmp_path: Path, reference: rig.Reference
 ) -> None:
-    spec = par.spec(tmp_path / "pool", OPTION, share="host", weights_never_change=True)
+    spec = rig.split_spec(tmp_path / "pool", OPTION, share="host", weights_never_change=True)
     spec = replace(spec, extra_args=(*spec.extra_args, "--api-server-count", "1"))
     with rig.start(spec, "replicas-share") as server:
         for number in range(len(reference.prompts)):
             one = slice(number, number + 1)
-            answers = par.ask(server, reference.prompts[one], replica=0)
+            answers = rig.split_ask(server, reference.prompts[one], replica=0)
             assert rig.same(answers, reference.answers[one])
             settle(server)  # so that the next one's chunks find room
         settle(server)  # the gauges of the last writes come with a step after their reports
@@ -122,12 +121,12 @@ def test_with_sharing_one_loads_what_the_other_has_stored(
 
         def knows(now: Metrics) -> bool:
             for replica in (0, 1):
-                par.ask(server, [[5, 6, 7]], replica=replica)  # figures come with a step
+                rig.split_ask(server, [[5, 6, 7]], replica=replica)  # figures come with a step
             written = now.value("vllm:nvmeof_slots_used", kind="pool", engine="0")
             return now.value("vllm:nvmeof_shared_entries", engine="1") >= written >= stored
 
         rig.wait_for(server, "what the other replica has", knows)
-        assert rig.same(par.ask(server, reference.prompts, replica=1), reference.answers)
+        assert rig.same(rig.split_ask(server, reference.prompts, replica=1), reference.answers)
         found = rig.grown(server, before, LOADED, source="shared", engine="1")
         assert found >= 0.95 * stored * rig.CHUNK_TOKENS
         settle(server)
@@ -142,13 +141,13 @@ def test_after_sigkill_each_finds_its_directory_again(
     server: Server, spec: ServerSpec, reference: rig.Reference
 ) -> None:
     for replica in (0, 1):  # `make soak` runs this test without the tests before it
-        par.ask(server, reference.prompts, replica=replica)
+        rig.split_ask(server, reference.prompts, replica=replica)
     settle(server)
     server.kill()
     with rig.start(spec, "replicas-after") as successor:
         for replica in (0, 1):
             before = rig.metrics(successor)
-            answers = par.ask(successor, reference.prompts, replica=replica)
+            answers = rig.split_ask(successor, reference.prompts, replica=replica)
             assert rig.same(answers, reference.answers)
             name = str(replica)
             assert rig.grown(successor, before, LOADED, source="pool", engine=name) > 0
@@ -164,7 +163,7 @@ def test_without_our_plugin_replicas_are_refused(spec: ServerSpec) -> None:
 
 @pytest.mark.soak  # the same text comes from tests/unit/test_parallel.py in seconds
 def test_another_number_of_replicas_is_refused_before_the_model_loads(tmp_path: Path) -> None:
-    spec = par.spec(tmp_path / "pool", "--data-parallel-size", replicas=3)
+    spec = rig.split_spec(tmp_path / "pool", "--data-parallel-size", replicas=3)
     done = subprocess.run(
         spec.command(port=1),
         env=spec.environment(),
@@ -185,7 +184,7 @@ def test_two_servers_that_start_at_once_on_one_target(
     tmp_path: Path, reference: rig.Reference
 ) -> None:
     target = tmp_path / "pool"
-    spec = replace(par.spec(target, OPTION, share="off"), extra_args=())
+    spec = replace(rig.split_spec(target, OPTION, share="off"), extra_args=())
     logs = rig.BUILD / "logs"
     with (
         Server(spec, logs / "beside-one.log") as one,
@@ -193,11 +192,11 @@ def test_two_servers_that_start_at_once_on_one_target(
     ):
         for server in (one.wait_ready(), two.wait_ready()):
             before = rig.metrics(server)
-            assert rig.same(par.ask(server, reference.prompts[:1]), reference.answers[:1])
+            assert rig.same(rig.split_ask(server, reference.prompts[:1]), reference.answers[:1])
             assert rig.grown(server, before, HITS) == 0, "no chunk of the other server"
             rig.forget_gpu(server)
-            assert rig.same(par.ask(server, reference.prompts[:1]), reference.answers[:1])
-            assert rig.grown(server, before, HITS) == par.whole(reference.prompts[0])
+            assert rig.same(rig.split_ask(server, reference.prompts[:1]), reference.answers[:1])
+            assert rig.grown(server, before, HITS) == rig.whole(reference.prompts[0])
             rig.settle(server)
         one.kill()
         two.kill()
@@ -205,5 +204,5 @@ def test_two_servers_that_start_at_once_on_one_target(
     assert engines == ["engine-0", "engine-1"]
     with rig.start(spec, "beside-after") as server:
         before = rig.metrics(server)
-        assert rig.same(par.ask(server, reference.prompts[:1]), reference.answers[:1])
-        assert rig.grown(server, before, LOADED, source="pool") == par.whole(reference.prompts[0])
+        assert rig.same(rig.split_ask(server, reference.prompts[:1]), reference.answers[:1])
+        assert rig.grown(server, before, LOADED, source="pool") == rig.whole(reference.prompts[0])

@@ -21,10 +21,10 @@ import pytest
 from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.server import MODEL_NAME, Server
 
-from tests.e2e import faults_rig as rig
+from tests.e2e import servers as rig
+from tests.e2e.servers import LOADED
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
-LOADED = "vllm:nvmeof_loaded_tokens_total"
 HINTS = "vllm:nvmeof_kv_hints_total"
 #: The trace to which the commands' requests belong.
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"

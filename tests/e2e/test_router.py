@@ -16,14 +16,14 @@ from vllm_nvmeof_bench.servers.client import Answer, Client
 from vllm_nvmeof_bench.servers.router import RunningRouter, dual_path_router
 from vllm_nvmeof_bench.servers.server import ReservedPort, Server
 
-from tests.e2e import faults_rig as rig
+from tests.e2e import servers as rig
+from tests.e2e.servers import LOADED
 from tests.wait import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The router of the package index that this test was seen to pass with.
 ROUTER = "vllm-router==0.1.17"
 PROMPT_TOKENS = "vllm:prompt_tokens_total"
-LOADED = "vllm:nvmeof_loaded_tokens_total"
 #: Read queues are polled every 100 ms: with so slow a link some poll sees one.
 LINK_BYTES_PER_S = 8_000_000
 

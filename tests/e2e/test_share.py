@@ -12,27 +12,27 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.model import make_model
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_bench.servers.stranger import stranger
 
-from tests.e2e import faults_rig as rig
-from tests.e2e import parallel_rig as par
-from tests.e2e.parallel_rig import FAILED, HITS, LOADED
+from tests.e2e import servers as rig
+from tests.e2e.servers import (
+    BORROWED,
+    FAILED,
+    HITS,
+    LOADED,
+    PLACES,
+    REFUSED,
+    knows,
+    whole_tokens,
+    written,
+)
 
-PLACES = "vllm:nvmeof_shared_entries"
-BORROWED = "vllm:nvmeof_borrowed_chunks_total"
-REFUSED = "vllm:nvmeof_borrow_failures_total"
 WRITTEN = "vllm:nvmeof_written_chunks_total"
 #: Of what A itself finds.
 HIT_SHARE_MIN = 0.95
 IDLE_S = 5.0
-
-
-@pytest.fixture(scope="module")
-def reference() -> rig.Reference:
-    return rig.reference()
 
 
 @pytest.fixture(scope="module")
@@ -51,21 +51,6 @@ def a(spec: ServerSpec) -> Iterator[Server]:
 def b(spec: ServerSpec, a: Server) -> Iterator[Server]:
     with rig.start(spec, "share-b") as server:
         yield server
-
-
-def written(server: Server) -> float:
-    """Wait until the server has written all that it stored; returns its chunks in the pool."""
-    return rig.settle(server).value("vllm:nvmeof_slots_used", kind="pool")
-
-
-def knows(server: Server, chunks: float) -> Metrics:
-    """Wait until the server knows of so many chunks of others."""
-    return rig.wait_for(server, f"{chunks} chunks of others", lambda m: m.value(PLACES) >= chunks)
-
-
-def whole_tokens(prompts: list[list[int]]) -> int:
-    """The tokens of the prompts in whole chunks. Pairs of prompts share their first halves."""
-    return sum(len(prompt) // rig.CHUNK_TOKENS * rig.CHUNK_TOKENS for prompt in prompts)
 
 
 def test_what_one_has_stored_the_other_loads(
@@ -194,13 +179,13 @@ def test_a_server_of_other_weights_or_hashes_borrows_nothing(
 
 def test_each_of_two_ranks_reads_its_part(tmp_path: Path) -> None:
     """The follower knows rank 0's tables only; rank 1 finds its own files."""
-    reference = par.reference()
-    spec = par.spec(tmp_path / "pool", "--tensor-parallel-size", share="host")
+    reference = rig.split_reference()
+    spec = rig.split_spec(tmp_path / "pool", "--tensor-parallel-size", share="host")
     with rig.start(spec, "share-ranks-a") as one, rig.start(spec, "share-ranks-b") as other:
-        answers = rig.ask_and_settle(one, reference.prompts, par.ANSWER_TOKENS)
+        answers = rig.ask_and_settle(one, reference.prompts, rig.SPLIT_TOKENS)
         assert rig.same(answers, reference.answers)
         before = knows(other, written(one))
-        assert rig.same(par.ask(other, reference.prompts), reference.answers)
+        assert rig.same(rig.split_ask(other, reference.prompts), reference.answers)
         assert rig.grown(other, before, LOADED, source="shared") >= rig.CHUNK_TOKENS * 15
         now = rig.metrics(other)
         assert now.value(REFUSED) == now.value(FAILED) == 0

@@ -14,20 +14,12 @@ from pathlib import Path
 import pytest
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
-from tests.e2e import faults_rig as rig
-from tests.e2e.parallel_rig import FAILED, LOADED
+from tests.e2e import servers as rig
+from tests.e2e.servers import BORROWED, FAILED, LOADED, PLACES, REFUSED, written
 from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.lease import LeasePage, lease_of, read_lease
 
-PLACES = "vllm:nvmeof_shared_entries"
-BORROWED = "vllm:nvmeof_borrowed_chunks_total"
-REFUSED = "vllm:nvmeof_borrow_failures_total"
 GROUP = "team-a"
-
-
-@pytest.fixture(scope="module")
-def reference() -> rig.Reference:
-    return rig.reference()
 
 
 @pytest.fixture(scope="module")
@@ -56,11 +48,6 @@ def lease_in(pool: Path, engine: int) -> LeasePage:
     page = read_lease(lease_of(directory))
     assert page is not None
     return page
-
-
-def written(server: Server) -> float:
-    """Wait until the server has written all that it stored; returns its chunks in the pool."""
-    return rig.settle(server).value("vllm:nvmeof_slots_used", kind="pool")
 
 
 def test_one_borrows_what_the_other_has_stored(

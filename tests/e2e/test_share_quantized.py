@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
-from tests.e2e import faults_rig as rig
-from tests.e2e.parallel_rig import LOADED
+from tests.e2e import servers as rig
+from tests.e2e.servers import LOADED
 
 PROMPTS = rig.prompts(count=4)
 

@@ -23,9 +23,8 @@ from vllm_nvmeof_bench.servers.client import Answer, Client
 from vllm_nvmeof_bench.servers.model import make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
-from tests.e2e import faults_rig as rig
-from tests.e2e.parallel_rig import FAILED, LOADED
-from tests.e2e.plain_answers import plain_answers
+from tests.e2e import servers as rig
+from tests.e2e.servers import FAILED, LOADED, plain_answers
 from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import OffloadError
 

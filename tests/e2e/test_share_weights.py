@@ -17,16 +17,12 @@ from vllm_nvmeof_bench.servers.client import Answer, Metrics
 from vllm_nvmeof_bench.servers.model import make_model
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
-from tests.e2e import faults_rig as rig
-from tests.e2e import life_rig as life
-from tests.e2e.parallel_rig import FAILED, LOADED
+from tests.e2e import servers as rig
+from tests.e2e.servers import BORROWED, FAILED, LOADED, REFUSED, knows, written
 from tests.wait import wait_until
 
-PLACES = "vllm:nvmeof_shared_entries"
-BORROWED = "vllm:nvmeof_borrowed_chunks_total"
-REFUSED = "vllm:nvmeof_borrow_failures_total"
 NAME_WEIGHTS = "nvmeof_weights_version"
-NEW_MODEL = make_model(rig.BUILD / "models", life.NEW_SHAPE)
+NEW_MODEL = make_model(rig.BUILD / "models", rig.NEW_SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -65,15 +61,6 @@ def same_one(answer: Answer, expected: Answer) -> bool:
     return rig.same([answer], [expected])
 
 
-def written(server: Server) -> float:
-    """Wait until all that the server stored is written; returns its chunks in the pool."""
-    return rig.settle(server).value("vllm:nvmeof_slots_used", kind="pool")
-
-
-def knows(server: Server, chunks: float) -> Metrics:
-    return rig.wait_for(server, f"{chunks} chunks of others", lambda m: m.value(PLACES) >= chunks)
-
-
 def chunks_of(prompts: list[list[int]]) -> int:
     """The different whole chunks of the prompts; pairs of prompts share their first halves."""
     per_prompt = [len(prompt) // rig.CHUNK_TOKENS for prompt in prompts]
@@ -82,7 +69,7 @@ def chunks_of(prompts: list[list[int]]) -> int:
 
 def load(server: Server, **more: str) -> None:
     """Load the new weights into the running server, and forget KV in GPU memory."""
-    life.call_workers(server, "reload_weights", weights_path=str(NEW_MODEL), **more)
+    rig.call_workers(server, "reload_weights", weights_path=str(NEW_MODEL), **more)
     rig.forget_gpu(server)
 
 

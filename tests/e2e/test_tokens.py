@@ -26,7 +26,7 @@ from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.model import make_model
 from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, OffloadSpec
 
-from tests.e2e import faults_rig as rig
+from tests.e2e import servers as rig
 from vllm_nvmeof_offload.units import GIB
 
 PLAN = Plan(

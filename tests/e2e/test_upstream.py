@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.upstream import suite
-from tests.upstream.releases import ReleaseUnavailableError
-from tests.upstream.trees import release
+from tests.upstream.releases import ReleaseUnavailableError, release
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2000)]
 

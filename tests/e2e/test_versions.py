@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from tests.e2e import faults_rig as rig
+from tests.e2e import servers as rig
+from tests.e2e.servers import LOADED
 from tests.upstream import suite
-from tests.upstream.releases import ReleaseUnavailableError
-from tests.upstream.trees import Release, release
+from tests.upstream.releases import Release, ReleaseUnavailableError, release
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHER = "0.33.0"
@@ -28,7 +28,6 @@ OUR_TESTS = (
     *("manager/test_vllm_manager.py", "manager/test_boundary.py"),
     *("manager/test_advice.py", "manager/test_router_scores.py"),
 )
-LOADED = "vllm:nvmeof_loaded_tokens_total"
 
 
 def other(version: str = OTHER) -> Release:

@@ -91,6 +91,11 @@ class Rig:
         starts = np.array([t.address for t in self.tensors], np.uint64)
         self.engine = _engine(device, backend, self.map, starts, waker or self._rung, checksums)
 
+    def chunks(self, rng: np.random.Generator) -> list[tuple[list[int], int]]:
+        """All blocks and all slots, in random order."""
+        blocks = rng.permutation(self.blocks).reshape(self.slots, self.per_chunk).tolist()
+        return list(zip(blocks, rng.permutation(self.slots).tolist(), strict=True))
+
     def submit(
         self,
         direction: Direction,

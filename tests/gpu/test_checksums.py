@@ -20,12 +20,6 @@ ROUNDS = 20
 backends = pytest.mark.parametrize("backend", list(Backend))
 
 
-def _chunks(rig: Rig, rng: np.random.Generator) -> list[tuple[list[int], int]]:
-    """All blocks and all slots, in random order."""
-    blocks = rng.permutation(rig.blocks).reshape(rig.slots, rig.per_chunk).tolist()
-    return list(zip(blocks, rng.permutation(rig.slots).tolist(), strict=True))
-
-
 def _crc(content: np.ndarray) -> int:
     return int(crc32c(content.tobytes()))
 
@@ -41,7 +35,7 @@ def test_the_crcs_of_stores_and_loads_are_those_of_the_library(
     assert rig.engine.makes_checksums
     original = rng.integers(0, 256, rig.cache.read().size, np.uint8)
     rig.cache.write(original)
-    chunks = _chunks(rig, rng)
+    chunks = rig.chunks(rng)
     stored = rig.payloads(chunks)
     rig.wait(rig.submit(Direction.STORE, chunks, payloads=stored))
     assert stored.crcs.tolist() == [_crc(rig.content_of(original, one)) for one, _ in chunks]
@@ -62,7 +56,7 @@ def test_crcs_of_many_tickets_both_ways_at_once(device: Device, backend: Backend
         original = rng.integers(0, 256, rig.cache.read().size, np.uint8)
         rig.cache.write(original)
         rig.staging[:] = rng.integers(0, 256, rig.staging.shape, np.uint8)
-        chunks = _chunks(rig, rng)
+        chunks = rig.chunks(rng)
         half = rig.slots // 2
         expected, found, tickets = [], [], []
         for (blocks, stored), (others, loaded) in zip(chunks[:half], chunks[half:], strict=True):

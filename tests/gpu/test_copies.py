@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes between a GPU's KV cache and staging: every layout, both directions, both backends."""
+"""Bytes between a GPU's KV cache and staging: every layout, both directions, both backends; and
+while a CUDA graph is captured, which registration of memory and copies do not disturb."""
 
 from __future__ import annotations
 
+import mmap
+import threading
 import time
 
 import numpy as np
@@ -11,6 +14,9 @@ import pytest
 from tests.gpu.device import Device
 from tests.gpu.rig import LAYOUTS, WAIT_S, Rig
 from vllm_nvmeof_offload.copy.base import Backend, Direction
+from vllm_nvmeof_offload.copy.pinning import Readiness, StagingPinning
+from vllm_nvmeof_offload.staging import StagingMap
+from vllm_nvmeof_offload.units import MIB
 
 POISON = 0xA5
 #: Bytes of a block in a layer: odd, so that the kernel goes byte by byte, and by words of 4; FP8
@@ -19,12 +25,6 @@ PAGES = (38, 36, 576 * 16, 2 * 576 * 16, 8 * 128 * 16 * 2)
 
 backends = pytest.mark.parametrize("backend", list(Backend))
 layouts = pytest.mark.parametrize("layout", LAYOUTS)
-
-
-def _chunks(rig: Rig, rng: np.random.Generator) -> list[tuple[list[int], int]]:
-    """All blocks and all slots, in random order."""
-    blocks = rng.permutation(rig.blocks).reshape(rig.slots, rig.per_chunk).tolist()
-    return list(zip(blocks, rng.permutation(rig.slots).tolist(), strict=True))
 
 
 @backends
@@ -38,7 +38,7 @@ def test_chunks_are_loaded_into_other_blocks(
     original = rng.integers(0, 256, rig.cache.read().size, np.uint8)
     rig.cache.write(original)
     rig.staging[:] = POISON
-    chunks = _chunks(rig, rng)
+    chunks = rig.chunks(rng)
     rig.wait(rig.submit(Direction.STORE, chunks))
     for blocks, slot in chunks:
         assert (rig.payload(slot) == rig.content_of(original, blocks)).all()
@@ -64,7 +64,7 @@ def test_overlapping_jobs_in_both_directions_at_once(device: Device, backend: Ba
         original = rng.integers(0, 256, rig.cache.read().size, np.uint8)
         rig.cache.write(original)
         rig.staging[:] = rng.integers(0, 256, rig.staging.shape, np.uint8)
-        chunks = _chunks(rig, rng)
+        chunks = rig.chunks(rng)
         stores, loads = chunks[: rig.slots // 2], chunks[rig.slots // 2 :]
         tickets = []
         for store, load in zip(stores, loads, strict=True):
@@ -84,7 +84,7 @@ def test_the_bytes_of_a_slow_kernel_are_stored(device: Device, backend: Backend)
     rng = np.random.default_rng(3)
     rig = Rig(device, "contiguous", backend, 4096)
     fresh = rng.integers(1, 256, rig.cache.read().size, np.uint8)
-    chunks = _chunks(rig, rng)
+    chunks = rig.chunks(rng)
     device.later(rig.cache, fresh)
     start_s = time.perf_counter()
     ticket = rig.submit(Direction.STORE, chunks)
@@ -109,7 +109,7 @@ def test_chunks_whose_fences_have_passed_are_stored_in_one_call_without_a_fence(
     while not all(rig.engine.has_passed(fence) for fence in fences):
         device.go_on()
         assert time.monotonic() < end_s, "a fence does not pass"
-    chunks = _chunks(rig, rng)
+    chunks = rig.chunks(rng)
     rig.wait(rig.engine.submit(Direction.STORE, rig.pieces(chunks), None))
     for blocks, slot in chunks:
         assert (rig.payload(slot) == rig.content_of(fresh, blocks)).all()
@@ -123,7 +123,7 @@ def test_a_load_after_a_slow_kernel_zeroes_blocks_keeps_its_bytes(
     rng = np.random.default_rng(4)
     rig = Rig(device, "contiguous", backend, 4096)
     rig.staging[:] = rng.integers(1, 256, rig.staging.shape, np.uint8)
-    chunks = _chunks(rig, rng)
+    chunks = rig.chunks(rng)
     expected = np.zeros(rig.cache.read().size, np.uint8)
     device.later(rig.cache, expected)
     ticket = rig.submit(Direction.LOAD, chunks)
@@ -147,3 +147,58 @@ def test_an_empty_transfer_ends_after_earlier_ones(device: Device, backend: Back
     assert (rig.payload(0) == rig.content_of(content, [0, 1, 2])).all()
     rig.wait(before)
     rig.close()
+
+
+ROUNDS = 20
+SLOTS, SLOT_BYTES = 32, 4 * MIB
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_copies_run_while_a_graph_is_captured(device: Device, backend: Backend) -> None:
+    rng = np.random.default_rng(13)
+    rig = Rig(device, "per_layer", backend, 4096)
+    original = rng.integers(0, 256, rig.cache.read().size, np.uint8)
+    rig.cache.write(original)
+    chunk = ([0, 1, 2], 0)
+    fences = [rig.engine.record_fence() for _ in range(2 * ROUNDS)]  # on the model's thread
+    failed: list[BaseException] = []
+
+    def copies() -> None:
+        try:
+            for _ in range(ROUNDS):
+                for direction in (Direction.STORE, Direction.LOAD):
+                    rig.wait(rig.submit(direction, [chunk], fences.pop()))
+        except BaseException as error:  # noqa: BLE001 - asserted below, on the test's thread
+            failed.append(error)
+
+    device.capture(lambda: _finish(threading.Thread(target=copies)))
+    assert not failed
+    assert (rig.payload(0) == rig.content_of(original, chunk[0])).all()
+    assert (rig.cache.read() == original).all()
+    rig.close()
+
+
+def test_memory_is_registered_while_a_graph_is_captured(device: Device) -> None:
+    """As at the start of a server whose CPU tier is large."""
+    if device.cuda is None:
+        pytest.skip("the host registers nothing")
+    memory = mmap.mmap(-1, SLOTS * SLOT_BYTES)
+    base = np.frombuffer(memory, np.uint8).ctypes.data
+    pins = StagingPinning(
+        device.cuda, StagingMap(base, SLOT_BYTES, SLOTS, 0), lambda: None, SLOT_BYTES
+    )
+
+    def meanwhile() -> None:
+        pins.start()
+        pins.wait()
+
+    device.capture(meanwhile)
+    slots = np.array([base + n * SLOT_BYTES for n in range(SLOTS)], np.uint64)
+    assert pins.readiness(slots) is Readiness.READY
+    pins.close()
+
+
+def _finish(thread: threading.Thread) -> None:
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive(), "a copy does not end"

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache → staging → pool on disk → staging → KV cache, hundreds of chunks, by the pipeline."""
+"""KV cache → staging → pool on disk → staging → KV cache, hundreds of chunks, by the pipeline; and
+the thread of the pipeline, which sleeps until the engine's wake-up."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +16,15 @@ pytest.importorskip("pydantic", reason="the configuration needs it")
 
 from tests.chunks import batch_of, place_in
 from tests.gpu.device import Device
+from tests.gpu.rig import Rig
 from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.copy import calibration as gpu
-from vllm_nvmeof_offload.copy.base import Backend, Pieces
+from vllm_nvmeof_offload.copy.base import Backend, Descriptors, Pieces
 from vllm_nvmeof_offload.copy.calibration import KvDevice
 from vllm_nvmeof_offload.copy.cuda import KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.errors import OffloadError
-from vllm_nvmeof_offload.io.base import Waker
+from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -35,7 +38,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import slot_stride_bytes
-from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
+from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
 ROUNDS, CHUNKS, PER_CHUNK, PAGE_BYTES = 100, 4, 2, 36_864
 WAIT_S = 60.0
@@ -132,3 +135,66 @@ def test_hundreds_of_round_trips_through_the_pool(
 
 def _kernel(device: Device) -> KernelCopier:
     return KernelCopier(device.cuda, device.kernel())
+
+
+WAKE_UPS = 40
+#: The runner polls by itself once per second: a lost wake-up costs a second per copy.
+LONGEST_S = WAKE_UPS / 2
+
+
+@pytest.mark.parametrize("backend", list(Backend))
+def test_the_thread_is_woken_by_every_copy(device: Device, backend: Backend) -> None:
+    rng = np.random.default_rng(11)
+    waker = Waker()
+    rig = Rig(device, "per_layer", backend, 4096, waker=waker)
+    io = NoIoEngine()
+    config = TransferLimits(group_bytes=(rig.geometry.payload_bytes,))
+    pipeline = TransferPipeline(rig.map, rig.engine, io, config)
+    runner = PipelineRunner(pipeline, waker, io.fileno())
+    started_s, op = time.monotonic(), 0
+    count = rig.slots // 2
+    for number in range(WAKE_UPS):
+        original = rng.integers(0, 256, rig.cache.read().size, np.uint8)
+        rig.cache.write(original)
+        chunks = rng.permutation(rig.blocks)[: count * rig.per_chunk].astype(np.int32)
+        pieces = [rig.geometry.pieces(part, 0) for part in np.split(chunks, count)]
+        names = [SlotIdentity(bytes([i]) * 36, number + 1) for i in range(count)]
+        batch = batch_of(*((name, slot, None) for slot, name in enumerate(names)))
+        expected = original.copy()
+        for command in (StoreCommand(op + 1, batch), LoadCommand(op + 2, batch)):
+            op = command.op
+            runner.hand_over(_start(command, pieces, rig.engine.record_fence()), op)
+            _finish(device, runner, op)
+            if isinstance(command, StoreCommand):
+                poisoned = np.full_like(original, 0xA5)
+                rig.cache.write(poisoned)
+                expected = poisoned
+        for part in np.split(chunks, count):
+            rig.place(expected, part.tolist(), rig.content_of(original, part.tolist()))
+        assert (rig.cache.read() == expected).all(), f"round {number}"
+        assert time.monotonic() - started_s < LONGEST_S, "copies ended without a wake-up"
+    runner.stop()
+    rig.close()
+
+
+def _start(
+    command: StoreCommand | LoadCommand, pieces: list[Descriptors], fence: object
+) -> Callable[[TransferPipeline], None]:
+    def call(pipeline: TransferPipeline) -> None:
+        if isinstance(command, StoreCommand):
+            pipeline.store(command, Pieces.of(pieces), fence)
+        else:
+            pipeline.load(command, Pieces.of(pieces), fence)
+
+    return call
+
+
+def _finish(device: Device, runner: PipelineRunner, op: int) -> None:
+    end_s = time.monotonic() + 30
+    while True:
+        device.go_on()
+        finished, _, _ = runner.take()
+        if finished:
+            assert [(job.op, job.failures) for job in finished] == [(op, ())]
+            return
+        assert time.monotonic() < end_s

@@ -17,7 +17,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 
 from tests.upstream.config_fields import DATA
-from tests.upstream.trees import installed_version
+from tests.upstream.releases import installed_version
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
 from vllm_nvmeof_offload.vllm_adapter.configure import TRANSFER_FIELDS
 from vllm_nvmeof_offload.vllm_adapter.deployment import HARMLESS, describe

@@ -15,7 +15,7 @@ from vllm_nvmeof_bench.demo.workload import model_shape
 from vllm_nvmeof_bench.servers import engine
 from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
 
-from tests.e2e.faults_rig import llm_options
+from tests.e2e.servers import llm_options
 from tests.e2e.shapes.rig import Plan
 
 

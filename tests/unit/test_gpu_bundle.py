@@ -13,12 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.archives import opened
-from tests.e2e.wheel_rig import build_wheel
+from tests.e2e.test_wheel import build_wheel
 from tests.fabric.rig.packages import locked
 from tests.unit.gpu_tools import ROOT, tool
 from tests.unit.test_thin_fatbin import CODE, fat_binary
-from tests.upstream.releases import ReleaseUnavailableError, ask_index
+from tests.upstream.releases import ReleaseUnavailableError, ask_index, opened
 
 bundle = tool("gpu_bundle")
 KEPT = ("vllm/_C_stable_libtorch.abi3.so", "vllm/vllm_flash_attn/__init__.py", "vllm/LICENSE")

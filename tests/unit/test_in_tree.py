@@ -13,8 +13,7 @@ import pytest
 pytest.importorskip("vllm")
 
 from tests.unit.gpu_tools import ROOT, tool
-from tests.upstream.grafted import source_tree
-from tests.upstream.releases import ReleaseUnavailableError
+from tests.upstream.releases import ReleaseUnavailableError, source_tree
 
 pytestmark = pytest.mark.slow
 

@@ -14,8 +14,7 @@ import json
 import sys
 from pathlib import Path
 
-from tests.upstream.releases import newest
-from tests.upstream.trees import installed_package, installed_version, release
+from tests.upstream.releases import installed_package, installed_version, newest, release
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
 DATA = Path(__file__).with_suffix(".json")

@@ -11,7 +11,7 @@ from typing import Any
 
 from vllm_nvmeof_bench.servers import forking
 
-from tests.e2e import faults_rig as rig
+from tests.e2e import servers as rig
 
 
 def build(target: str) -> Any:

@@ -18,8 +18,7 @@ from typing import Any
 
 from tests.unit.adapter import ROOT, run_self_test
 from tests.upstream import suite
-from tests.upstream.releases import ReleaseUnavailableError, newest
-from tests.upstream.trees import Release, release
+from tests.upstream.releases import Release, ReleaseUnavailableError, newest, release
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
 

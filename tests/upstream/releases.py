@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Source distributions of vLLM, from the package index that this environment uses.
-
-uv reports the file's URL in the index and its SHA-256; it reads the same settings and variables as
-for any installation. Fetched files stay in the user's cache directory.
-"""
+"""Releases of vLLM: source distributions from the package index that this environment uses,
+unpacked, and with this package in their tree as `tools/graft.sh` makes it. No part of a release
+enters the repository."""
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.metadata
+import importlib.util
+import json
 import os
+import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 import urllib.error
@@ -19,6 +23,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.fabric.rig.packages import locked
 
 _ASK_TIMEOUT_S = 60
 _READ_TIMEOUT_S = 60
@@ -119,3 +125,160 @@ def fetch(version: str, ask: Callable[[str], tuple[str, str]] = ask_index) -> Sd
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+_SUITE = "tests/v1/kv_connector/unit/"
+#: Change it with the set of unpacked files or their form: the trees are then made again.
+_EDITION = "1"
+#: vLLM's tests name a model of a hub only for its shape; as a relative path it is this one.
+_MODEL = "facebook/opt-125m"
+_MODEL_SHAPE = {
+    "architectures": ["OPTForCausalLM"],
+    "model_type": "opt",
+    "hidden_size": 768,
+    "word_embed_proj_dim": 768,
+    "ffn_dim": 3072,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+    "max_position_embeddings": 2048,
+    "vocab_size": 50272,
+    "torch_dtype": "float16",
+}
+
+
+@dataclass(frozen=True)
+class Release:
+    """suite: working directory of vLLM's tests. python: the first entry of PYTHONPATH to run this
+    version; None for the installed version."""
+
+    version: str
+    suite: Path
+    python: Path | None
+
+
+def installed_version() -> str:
+    """The version of the installed vLLM, without the name of its build."""
+    return importlib.metadata.version("vllm").partition("+")[0]
+
+
+def installed_package() -> Path:
+    """The directory of the installed vLLM."""
+    spec = importlib.util.find_spec("vllm")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def release(version: str) -> Release:
+    """Fetch and unpack a release unless that was done earlier.
+
+    Raises:
+        ReleaseUnavailableError: with the reason.
+    """
+    place = cache_place()
+    with locked(place):
+        sdist = fetch(version)
+        tree = place / version
+        stamp = tree / "stamp"
+        edition = f"{_EDITION} {sdist.sha256}\n"
+        if not stamp.exists() or stamp.read_text() != edition:
+            shutil.rmtree(tree, ignore_errors=True)
+            _unpack(sdist, tree)
+            stamp.write_text(edition)
+        _link_compiled(tree / "python" / "vllm")
+    foreign = version != installed_version()
+    return Release(version, tree / "suite", tree / "python" if foreign else None)
+
+
+def _unpack(sdist: Sdist, tree: Path) -> None:
+    suite, python = tree / "suite", tree / "python"
+    for folder in (suite, python):
+        folder.mkdir(parents=True)
+    with opened(sdist.path) as archive:
+        for member in archive:
+            _, _, inside = member.name.partition("/")
+            if inside.startswith(_SUITE):
+                target = suite
+            elif inside.startswith("vllm/"):
+                target = python
+            else:
+                continue
+            member.name = inside
+            archive.extract(member, target)
+    # Packages down to the suite, without vLLM's own conftest.py, which needs far more than it.
+    for parent in ("tests", "tests/v1", "tests/v1/kv_connector"):
+        (suite / parent / "__init__.py").touch()
+    (suite / _MODEL).mkdir(parents=True)
+    (suite / _MODEL / "config.json").write_text(json.dumps(_MODEL_SHAPE))
+    # vLLM looks its own version up; a name that ends in +cpu selects the CPU.
+    info = python / f"vllm-{sdist.version}+cpu.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: vllm\nVersion: {sdist.version}+cpu\n"
+    )
+
+
+def _link_compiled(package: Path) -> None:
+    """Link the installed build's compiled files into `package` again: the build may have moved."""
+    for compiled in installed_package().glob("*.so"):
+        link = package / compiled.name
+        if not link.exists() or link.readlink() != compiled:
+            fresh = link.with_suffix(".new")
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(compiled)
+            os.replace(fresh, link)
+
+
+ROOT = Path(__file__).resolve().parents[2]
+#: Of a source tree, beside the package.
+_SOURCE = ("setup.py", "requirements/common.txt")
+
+
+def source_tree(version: str, place: Path) -> Release:
+    """A copy in `place` of a release's source as far as a graft edits it; made of links.
+
+    Raises:
+        ReleaseUnavailableError: with the reason.
+    """
+    suite = release(version).suite
+    with locked(cache_place()):
+        packed = fetch(version).path
+        unpacked = cache_place() / version / "python"
+        package = unpacked / "vllm" if version != installed_version() else installed_package()
+        copy = functools.partial(shutil.copytree, copy_function=_link, symlinks=True)
+        copy(package, place / "vllm")
+        for info in unpacked.glob("*.dist-info"):
+            copy(info, place / info.name)
+    with opened(packed) as archive:
+        for name in _SOURCE:
+            member = archive.getmember(f"vllm-{version}/{name}")
+            member.name = name
+            archive.extract(member, place)
+    return Release(version, suite, place)
+
+
+def grafted(version: str, place: Path) -> Release:
+    """The same with the package in it."""
+    tree = source_tree(version, place)
+    done = subprocess.run(
+        [ROOT / "tools" / "graft.sh", place],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return tree
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # another file system
+        shutil.copy2(source, target)
+
+
+def opened(path: Path) -> tarfile.TarFile:
+    """An archive whose members stay below the place to which they are extracted. Python has the
+    filter for that from 3.11.4 on."""
+    archive = tarfile.open(path)  # noqa: SIM115
+    archive.extraction_filter = getattr(tarfile, "data_filter", None)
+    return archive

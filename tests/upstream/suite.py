@@ -11,7 +11,7 @@ import xml.etree.ElementTree as ET
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.upstream.trees import Release
+from tests.upstream.releases import Release
 
 _SUITE = "tests/v1/kv_connector/unit/offloading_connector"
 PLUGIN = Path(__file__).parent / "plugin"

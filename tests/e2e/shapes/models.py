@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 
-from tests.e2e import faults_rig as rig
+from tests.e2e import servers as rig
 
 MODELS = rig.BUILD / "models"
 SHAPE = ModelShape(layers=2, hidden=128, intermediate=256, heads=4, kv_heads=1)

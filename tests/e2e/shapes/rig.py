@@ -18,15 +18,15 @@ import pytest
 from vllm_nvmeof_bench.servers.engine import engine_memory, has_cpu_engine
 from vllm_nvmeof_bench.servers.server import split_extra
 
-from tests.e2e import faults_rig
+from tests.e2e import servers
+from tests.e2e.servers import LOGPROB_TOLERANCE, same
 from tests.e2e.shapes.models import SHAPE
 from vllm_nvmeof_offload.units import GIB, MIB
 
 ROOT = Path(__file__).resolve().parents[3]
-LOGS = faults_rig.BUILD / "logs"
+LOGS = servers.BUILD / "logs"
 #: An engine of a tiny model starts in three seconds on an idle machine.
 RUN_S_MAX = 240.0
-LOGPROB_TOLERANCE = 1e-3
 #: Options that must not change an answer.
 _INDIFFERENT = {
     *("speculative_config", "prefix_caching_hash_algo", "mm_processor_cache_gb"),
@@ -198,14 +198,6 @@ def prompts(seed: int, *lengths: int) -> list[list[int]]:
     return [[int(t) for t in rng.integers(2, SHAPE.vocab, n)] for n in lengths]
 
 
-def same(answers: Sequence[Answer], reference: Sequence[Answer]) -> bool:
-    """Whether tokens are equal and log-probabilities agree within the tolerance."""
-    return all(
-        a.tokens == b.tokens and np.allclose(a.logprobs, b.logprobs, rtol=0, atol=LOGPROB_TOLERANCE)
-        for a, b in zip(answers, reference, strict=True)
-    )
-
-
 class Zygote:
     """The process of `zygote.py`."""
 
@@ -213,7 +205,7 @@ class Zygote:
         self._references: dict[str, list[Answer]] = {}
         LOGS.mkdir(parents=True, exist_ok=True)
         env = {
-            **faults_rig.spec().environment(),
+            **servers.spec().environment(),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "INFO",
             # Threads that wait for one another spin, and these models gain nothing from threads.

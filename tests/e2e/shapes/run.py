@@ -6,14 +6,16 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from tests.e2e.shapes import stand_ins
 from tests.e2e.shapes.models import make
-from tests.e2e.shapes.steady import SteadyEngine
+from vllm_nvmeof_offload.copy import calibration
 from vllm_nvmeof_offload.vllm_adapter import new_weights
 
 _SETTLE_S = 120.0
@@ -42,9 +44,9 @@ def play(plan: dict[str, Any]) -> dict[str, Any]:
     if plan["fast"]:
         _compute_fast()
     if plan["packed"]:
-        stand_ins.ask_as_on_a_gpu()
+        ask_as_on_a_gpu()
     if plan["stub_gpu"]:
-        stand_ins.copy_by_stub()
+        copy_by_stub()
     arguments = _with_models(plan["llm"])
     if plan["only_make"]:
         return {"model": arguments["model"]}
@@ -264,3 +266,103 @@ def _settle(llm: Any, voided_max: int = 0) -> None:
             return
         shown = {name: count for name, count in now.items() if "chunks" in name or "write" in name}
         assert time.monotonic() < deadline, f"writes do not end: {shown}"
+
+
+#: Steps of the long request before the weights change: more than two chunks of answers.
+_STEPS_BEFORE = 150
+
+
+class SteadyEngine:
+    """`LLM`'s engine, stepped by hand: a long request runs during all other requests."""
+
+    def __init__(self, llm: Any, long: dict[str, Any]) -> None:
+        self._llm = llm
+        self._engine = llm.llm_engine
+        self._answers: dict[str, list[int]] = {}
+        self._numbers = self._names()
+        self._long = self._add(long)
+        #: Chunks of 64 tokens that the long request has stored before the weights change.
+        self.chunks_before_max = (len(long["prompt"]) + _STEPS_BEFORE) // 64
+        for _ in range(_STEPS_BEFORE):
+            self._step()
+
+    def reload(self, kind: str) -> None:
+        """Load the weights of another model into this one by vLLM's API."""
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(make(kind))})
+
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Ask while the long request runs."""
+        name = self._add(request)
+        while name not in self._answers:
+            self._step()
+        assert self._long not in self._answers, "the long request is not long enough"
+        return {"tokens": self._answers[name], "logprobs": [], "gaps": []}
+
+    def finish(self) -> dict[str, Any]:
+        """Run the long request to its end."""
+        while self._long not in self._answers:
+            self._step()
+        return {"tokens": self._answers[self._long], "logprobs": [], "gaps": []}
+
+    def _add(self, request: dict[str, Any]) -> str:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0.0, max_tokens=request["tokens"], ignore_eos=True)
+        name = next(self._numbers)
+        self._engine.add_request(name, {"prompt_token_ids": request["prompt"]}, sampling)
+        return name
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.finished:
+                self._answers[output.request_id] = list(output.outputs[0].token_ids)
+
+    def _names(self) -> Iterator[str]:
+        number = 0
+        while True:
+            yield f"steady-{number}"
+            number += 1
+
+
+def ask_as_on_a_gpu() -> None:
+    """Make the connector request its layout as on a GPU, and the CPU's attention accept it.
+
+    vLLM's CPU kernels use strides, so they also support the packed layout, in which all layers of
+    a block are contiguous; the CPU backend only does not list that layout.
+    """
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.kv_cache_layout import KVCacheLayout
+
+    from vllm_nvmeof_offload import connector
+
+    class Asked(CPUAttentionBackend):
+        @classmethod
+        def supported_kv_cache_layouts(cls) -> Any:
+            return (KVCacheLayout.LBHNC, KVCacheLayout.BLHNC)
+
+    CPUAttentionBackend.supported_kv_cache_layouts = Asked.supported_kv_cache_layouts
+    connector.current_platform = SimpleNamespace(is_cpu=lambda: False)
+
+
+def copy_by_stub() -> None:
+    """Build the worker as on a GPU, over a STUB of CUDA whose copies run late and reordered.
+
+    The stub tests how the parts are assembled, and proves nothing about a GPU.
+    """
+    from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
+    from vllm_nvmeof_offload.worker import build
+
+    def open_device(name: str) -> calibration.KvDevice:
+        assert name == "cpu"
+        cuda = FakeCuda(seed=os.getpid())
+        threading.Thread(target=_go_on, args=(cuda,), name="stub-gpu", daemon=True).start()
+        return calibration.KvDevice(cuda, lambda: MODEL_STREAM, ("a STUB stands in for the GPU",))
+
+    build.open_device = open_device
+
+
+def _go_on(cuda: Any) -> None:
+    """Advance the stub, as a GPU advances by itself."""
+    while True:
+        if not cuda.step():
+            threading.Event().wait(0.0005)

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Supported models and options: the same tokens from both tiers and after a restart.
-
-Each test combines another block size, hash algorithm or kind of layer, to limit engine starts.
-"""
+"""Supported models and options: the same tokens from both tiers and after a restart. Each test
+combines another block size, hash algorithm or kind of layer, to limit engine starts."""
 
 from __future__ import annotations
 
@@ -11,10 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from tests.e2e.shapes.lives import CPU, FOUND, POOL, Kind
 from tests.e2e.shapes.models import IMAGE_TOKEN, make_adapter
-from tests.e2e.shapes.rig import Outcome, Plan, Request, Zygote, play_back, prompts, same
+from tests.e2e.shapes.rig import (
+    Outcome,
+    Plan,
+    Request,
+    Zygote,
+    only_cpu_engine,
+    play_back,
+    prompts,
+    same,
+)
+from vllm_nvmeof_offload.units import KIB
 
-CPU, POOL = "nvmeof_loaded_tokens:cpu", "nvmeof_loaded_tokens:pool"
 ASKED = [Request(prompt) for prompt in prompts(3, 150, 200)]
 
 _TEXT = prompts(5, 200)[0]
@@ -142,3 +150,83 @@ def test_a_drafting_model(zygote: Zygote, tmp_path: Path) -> None:
     lives = play_back(zygote, plan, "drafter")
     assert lives[0].grown(0, "spec_decode_num_draft_tokens") > 0
     check_all_loaded(lives, whole_chunks(asked, 64))
+
+
+PACKED = "Using BLHNC KV cache layout"
+
+
+@only_cpu_engine
+def test_packed_blocks_are_loaded(zygote: Zygote, tmp_path: Path) -> None:
+    """With the CPU's copies; the answers equal those of an engine with one tensor per layer."""
+    plan = Plan("llama", [ASKED], {"enable_prefix_caching": False}, tmp_path, packed=True)
+    lives = play_back(zygote, plan, "packed")
+    check_all_loaded(lives, whole_chunks(ASKED, 64))
+    for life in lives:
+        assert PACKED in life.log
+        assert "copies by host memcpy" in life.log
+
+
+@only_cpu_engine
+def test_the_engine_of_a_gpu_serves_over_a_stub(zygote: Zygote, tmp_path: Path) -> None:
+    """Worker, registration, fences, tickets and wake-ups are as on a GPU; only CUDA is a stub."""
+    plan = Plan(
+        "llama",
+        [ASKED],
+        {"enable_prefix_caching": False},
+        tmp_path / "pool",
+        {"copy_backend": "auto"},
+        {"XDG_CACHE_HOME": str(tmp_path / "cache")},
+        packed=True,
+        stub_gpu=True,
+    )
+    lives = play_back(zygote, plan, "stub-gpu")
+    check_all_loaded(lives, whole_chunks(ASKED, 64))
+    for life in lives:
+        assert PACKED in life.log
+        assert "copies by auto on stub" in life.log
+        assert "a STUB stands in for the GPU" in life.log
+    # vLLM's own metrics count the moved bytes; stored and loaded bytes are equal.
+    stored = lives[0].grown(0, "kv_offload_store_bytes")
+    assert stored == lives[0].grown(1, "kv_offload_load_bytes") > 0
+
+
+#: vLLM's CPU engine runs pipelines only if it warms its models up, which it does to compile them:
+#: with `enforce_eager` its first request fails (`assert self.intermediate_tensors is not None`). So
+#: the models are compiled, by the backend that changes nothing. It has no effect without a mode:
+#: vLLM replaces its default mode for a CPU by another one, and the backend by Inductor.
+STAGES = {
+    "pipeline_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+    "enforce_eager": False,
+    "compilation_config": {"mode": 2, "backend": "eager"},
+    "num_gpu_blocks_override": 160,
+}
+STAGED = [Request(prompt) for prompt in prompts(3, 150, 200)]
+#: The first stage of Gemma has no layer with full attention, and none of one group of windows.
+KINDS = [
+    Kind("llama", 64, 32 * KIB, 0, 100),
+    Kind("gemma", 64, 32 * KIB, 0, 100),
+    Kind("lfm2_twice", 32, 32 * KIB, 0, 100, blocks_per_chunk=1, noise=0.5),
+]
+
+
+@only_cpu_engine
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+def test_stages_store_and_load_the_same_chunks(zygote: Zygote, tmp_path: Path, kind: Kind) -> None:
+    extra = {"blocks_per_chunk": kind.blocks_per_chunk, "boundary_tokens": 1}
+    plan = Plan(kind.name, [STAGED], STAGES, tmp_path, extra, run_s_max=600.0)
+    reference = zygote.reference(plan, f"pipeline-{kind.name}")
+    first = zygote.run(replace(plan, rounds=[STAGED, STAGED]), f"pipeline-{kind.name}-first")
+    second = zygote.run(plan, f"pipeline-{kind.name}-second")
+    for outcome in (first, second):
+        assert not outcome.error, outcome.error
+        for answers in outcome.answers:
+            assert kind.same(answers, reference, in_pieces=True)
+            assert same(answers, first.answers[0])
+        assert outcome.grown(0, "nvmeof_failed_chunks") == 0
+    # With windows or states the last token is always computed.
+    findable = sum(kind.whole(len(r.prompt) + (kind.name == "llama")) for r in STAGED)
+    assert first.grown(0, FOUND) == 0
+    assert first.grown(1, FOUND) == second.grown(0, FOUND) == findable
+    assert first.grown(1, CPU) > 0
+    assert second.grown(0, POOL) > 0

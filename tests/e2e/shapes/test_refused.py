@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from vllm_nvmeof_bench.servers.server import ServerError
 
-from tests.e2e import faults_rig
+from tests.e2e import servers
 from tests.e2e.shapes.rig import Plan, Zygote
 
 REMEDY = "add --enable-prefix-caching"
@@ -38,11 +38,11 @@ def test_states_without_prefix_caching_are_refused_by_vllm_serve(
     """A server exits, and one line names the cause and the remedy."""
     name = "refused-lfm2-server"
     model = zygote.model("lfm2")
-    spec = faults_rig.spec(tmp_path)
+    spec = servers.spec(tmp_path)
     spec = replace(spec, model=model, extra_args=("--no-enable-prefix-caching",))
     with pytest.raises(ServerError, match="exited with"):
-        faults_rig.start(spec, name)
-    lines = (faults_rig.BUILD / "logs" / f"{name}.log").read_text().splitlines()
+        servers.start(spec, name)
+    lines = (servers.BUILD / "logs" / f"{name}.log").read_text().splitlines()
     (line,) = [line for line in lines if "cannot serve:" in line]
     assert "enable_prefix_caching=False" in line
     assert REMEDY in line

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights by vLLM's API: the watch on weights prevents the use of old KV."""
+"""New weights by vLLM's API: the watch on weights prevents the use of old KV. With random seeds of
+block hashes the pool is not adopted; the start line names the cause."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.e2e.shapes.models import make_adapter
-from tests.e2e.shapes.rig import Outcome, Plan, Request, Zygote, prompts, same
+from tests.e2e.shapes.rig import Outcome, Plan, Request, Zygote, play_back, prompts, same
 from tests.e2e.shapes.test_answers import ASKED, CPU, POOL, whole_chunks
 
 
@@ -76,3 +77,27 @@ def test_a_server_that_is_never_idle_stores_again(zygote: Zygote, tmp_path: Path
     control = replace(plan, target=tmp_path / "control", unsuspended=True)
     _, _, mixed = zygote.run(control, "steady-unsuspended").answers
     assert not same(mixed[-1:], new[-1:])
+
+
+WHOLE_TOKENS = 128 + 192
+NOT_ADOPTED = (
+    "NOTHING IS ADOPTED: xxhash block hashes are seeded at random unless PYTHONHASHSEED is set"
+)
+
+
+def test_a_random_seed_is_not_adopted_and_a_given_one_is(zygote: Zygote, tmp_path: Path) -> None:
+    plan = Plan("llama", [ASKED], {"prefix_caching_hash_algo": "xxhash"}, tmp_path)
+    first, second = play_back(zygote, plan, "random-seed")
+    assert first.grown(1, CPU) == WHOLE_TOKENS, "chunks are found within one process"
+    for outcome in (first, second):
+        assert NOT_ADOPTED in outcome.log
+    assert second.grown(0, CPU) == second.grown(0, POOL) == 0
+
+    seeded = replace(plan, env={"PYTHONHASHSEED": "7"})
+    stored = zygote.run(seeded, "seed-stored")
+    found = zygote.run(seeded, "seed-found")
+    for outcome in (stored, found):
+        assert "NOTHING IS ADOPTED" not in outcome.log
+        assert same(outcome.answers[0], first.answers[0])
+    assert stored.grown(0, POOL) == 0
+    assert found.grown(0, POOL) == WHOLE_TOKENS

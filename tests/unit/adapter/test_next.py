@@ -11,9 +11,8 @@ import pytest
 
 from tests.upstream import interface
 from tests.upstream import next as trial
-from tests.upstream.releases import ReleaseUnavailableError
+from tests.upstream.releases import Release, ReleaseUnavailableError
 from tests.upstream.suite import Outcome
-from tests.upstream.trees import Release
 
 
 def test_the_difference_names_what_changed_came_and_went() -> None:

@@ -20,8 +20,7 @@ import pytest
 
 from tests.unit.sizing.families import FAMILIES, Family
 from tests.upstream import suite
-from tests.upstream.releases import ReleaseUnavailableError
-from tests.upstream.trees import release
+from tests.upstream.releases import ReleaseUnavailableError, release
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import parse_model

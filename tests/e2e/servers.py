@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small model, small tiers and many prompts: returning requests load from a faulty pool."""
+"""Servers for the end-to-end tests: a small model, small tiers and many prompts, so that returning
+requests load from a faulty pool; what is expected of them; and what happens in their lives."""
 
 from __future__ import annotations
 
@@ -7,9 +8,13 @@ import asyncio
 import functools
 import json
 import os
+import shutil
+import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +26,13 @@ from vllm_nvmeof_bench.servers.client import Answer, Client, Metrics
 from vllm_nvmeof_bench.servers.engine import engine_memory, has_cpu_engine
 from vllm_nvmeof_bench.servers.forked import ForkedServer, can_be_forked
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
-from vllm_nvmeof_bench.servers.server import OffloadSpec, Server, ServerSpec, split_extra
+from vllm_nvmeof_bench.servers.server import (
+    MODEL_NAME,
+    OffloadSpec,
+    Server,
+    ServerSpec,
+    split_extra,
+)
 
 from tests.wait import wait_until
 from vllm_nvmeof_offload.units import GIB, KIB, slot_stride_bytes
@@ -160,16 +171,13 @@ def reference() -> Reference:
 
 
 def ask(
-    server: Server,
-    asked: Sequence[Sequence[int]],
-    tokens: int = ANSWER_TOKENS,
-    helpers: Sequence[str] | None = None,
+    server: Server, asked: Sequence[Sequence[int]], tokens: int = ANSWER_TOKENS, **options: Any
 ) -> list[Answer]:
-    """Ask the prompts one after the other. helpers: as in `Client.complete`."""
+    """Ask the prompts one after the other. options: those of `Client.complete`."""
 
     async def run() -> list[Answer]:
         async with Client(server.url) as client:
-            return [await client.complete(prompt, tokens, helpers=helpers) for prompt in asked]
+            return [await client.complete(prompt, tokens, **options) for prompt in asked]
 
     return asyncio.run(run())
 
@@ -242,6 +250,16 @@ def all_written(now: Metrics) -> bool:
     One that is being stored is in none of our gauges yet, but it holds its blocks of GPU memory.
     """
     return not any(map(now.value, _UNDER_WAY))
+
+
+def written(server: Server) -> float:
+    """Wait until the server has written all that it stored; return its chunks in the pool."""
+    return settle(server).value("vllm:nvmeof_slots_used", kind="pool")
+
+
+def knows(server: Server, chunks: float) -> Metrics:
+    """Wait until the server knows of so many chunks of others."""
+    return wait_for(server, f"{chunks} chunks of others", lambda m: m.value(PLACES) >= chunks)
 
 
 def ask_and_settle(
@@ -340,3 +358,277 @@ def damage_slab(target: Path) -> int:
             damaged += 1
         os.fsync(file.fileno())
     return damaged
+
+
+def plain_answers(model: Path, prompts: Sequence[Sequence[int]], tokens: int) -> list[Answer]:
+    """Greedy answers with log-probabilities and the gaps to the runner-up, float32."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.e2e.servers", str(model)],
+        input=json.dumps({"prompts": list(prompts), "tokens": tokens}),
+        cwd=BUILD.parent,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    answers = json.loads(done.stdout.splitlines()[-1])
+    return [Answer(sent=0.0, **answer) for answer in answers]
+
+
+def _answer(model: Any, prompt: list[int], tokens: int) -> dict[str, list[Any]]:
+    import torch
+
+    out: dict[str, list[Any]] = {"tokens": [], "logprobs": [], "gaps": []}
+    past, given = None, torch.tensor([prompt])
+    for _ in range(tokens):
+        seen = model(given, past_key_values=past, use_cache=True)
+        past = seen.past_key_values
+        top = torch.log_softmax(seen.logits[0, -1].double(), -1).topk(2)
+        out["tokens"].append(int(top.indices[0]))
+        out["logprobs"].append(float(top.values[0]))
+        out["gaps"].append(float(top.values[0] - top.values[1]))
+        given = top.indices[:1][None]
+    return out
+
+
+def _answer_as_a_program(directory: str) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    asked = json.load(sys.stdin)
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    with torch.inference_mode():
+        answers = [_answer(model, prompt, asked["tokens"]) for prompt in asked["prompts"]]
+    print(json.dumps(answers))
+
+
+RANKS = 2
+#: Two KV heads: each rank holds a different one, so that one rank's bytes cannot replace the
+#: other's. A rank's slot is as large as that of the one-headed model.
+SPLIT_SHAPE = replace(SHAPE, kv_heads=2)
+SPLIT_PROMPTS, SPLIT_TOKENS = 4, 8
+#: Room for two of the prompts.
+GPU_BLOCKS = 69
+HITS = "vllm:external_prefix_cache_hits_total"
+LOADED = "vllm:nvmeof_loaded_tokens_total"
+FAILED = "vllm:nvmeof_failed_chunks_total"
+PLACES = "vllm:nvmeof_shared_entries"
+BORROWED = "vllm:nvmeof_borrowed_chunks_total"
+REFUSED = "vllm:nvmeof_borrow_failures_total"
+
+
+@functools.cache
+def split_reference() -> Reference:
+    """Prompts, and the answers of the model without vLLM and without this package."""
+    asked = prompts(seed=23, count=SPLIT_PROMPTS)
+    model = make_model(BUILD / "models", SPLIT_SHAPE)
+    answers = plain_answers(model, asked, SPLIT_TOKENS)
+    assert min(min(a.gaps) for a in answers) > 2 * LOGPROB_TOLERANCE, "choose another seed"
+    return Reference(asked, answers)
+
+
+def split_spec(target: Path, option: str, **extra: object) -> ServerSpec:
+    """A server with two ranks or replicas, by `option`. Each has the usual number of slots."""
+    pool_bytes = RANKS * POOL_SLOTS * (SLOT_BYTES + 64)
+    base = spec(target, pool_bytes=pool_bytes, **extra)
+    assert base.offload is not None
+    size_gib = RANKS * STAGING_SLOTS * SLOT_BYTES / GIB
+    return replace(
+        base,
+        model=make_model(BUILD / "models", SPLIT_SHAPE),
+        gpu_blocks=GPU_BLOCKS,
+        offload=replace(base.offload, size_gib=size_gib),
+        extra_args=(option, str(RANKS)),
+        # Bound to cores, two ranks would need four cores: vLLM leaves one free per rank.
+        env={**base.env, "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"},
+    )
+
+
+def split_ask(server: Server, asked: Sequence[Sequence[int]], **options: Any) -> list[Answer]:
+    return ask(server, asked, SPLIT_TOKENS, **options)
+
+
+def whole(prompt: Sequence[int]) -> int:
+    """The number of a prompt's tokens that are in whole chunks."""
+    return len(prompt) // CHUNK_TOKENS * CHUNK_TOKENS
+
+
+def whole_tokens(prompts: Iterable[Sequence[int]]) -> int:
+    """The tokens of the prompts in whole chunks. Pairs of prompts share their first halves."""
+    return sum(map(whole, prompts))
+
+
+#: Half of the rig's pool: enough to exceed GPU memory and CPU tier together.
+FEW_PROMPTS = 6
+NEW_SHAPE = replace(SHAPE, seed=77)
+_WEIGHTS = "model.safetensors"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Two sets of weights of one shape, and a model directory that has one of them."""
+
+    directory: Path
+    old: Path
+    new: Path
+
+    @classmethod
+    def make(cls, directory: Path) -> Weights:
+        """Make a model directory with the old weights."""
+        old = make_model(BUILD / "models", SHAPE)
+        shutil.copytree(old, directory)
+        return cls(directory, old, make_model(BUILD / "models", NEW_SHAPE))
+
+    def put(self, model: Path) -> None:
+        """Replace the weights by those of `model`, in the way new weights are published."""
+        self.bring(model)
+        self.publish()
+
+    def bring(self, model: Path) -> None:
+        """The slow part of `put`: copy the weights of `model` beside those in use."""
+        shutil.copy(model / _WEIGHTS, self.directory / "fresh")
+
+    def publish(self) -> None:
+        """Replace the weights by those that were brought."""
+        (self.directory / "fresh").rename(self.directory / _WEIGHTS)
+        # The start time of a process is known in ticks: a process that starts in this tick would
+        # treat these weights as changed during its start.
+        time.sleep(2 / os.sysconf("SC_CLK_TCK"))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """The directory with model and pool, and the answers of each set of weights."""
+
+    pool: Path
+    weights: Weights
+    faults: Faults
+    prompts: list[list[int]]
+    old: list[list[int]]
+    new: list[list[int]]
+
+    def start(self, name: str, *arguments: str, step_tokens: int) -> Server:
+        made = spec_of(self.pool, self.weights.directory, fault_injection=str(self.faults.path))
+        made = replace(made, extra_args=arguments, max_num_batched_tokens=step_tokens)
+        return start(made, name)
+
+
+def asked() -> list[list[int]]:
+    return prompts()[:FEW_PROMPTS]
+
+
+def expected_of(model: Path, prompts: Sequence[Sequence[int]], count: int) -> list[list[int]]:
+    """`count` greedy tokens per prompt, computed by the model's own code without vLLM."""
+    answers = plain_answers(model, prompts, count)
+    assert min(min(a.gaps) for a in answers) > 2 * LOGPROB_TOLERANCE, "another seed"
+    return [answer.tokens for answer in answers]
+
+
+def tokens_of(server: Server, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [answer.tokens for answer in ask(server, prompts)]
+
+
+def spec_of(pool: Path, model: Path, **extra: object) -> ServerSpec:
+    """A server with this pool and model."""
+    return replace(spec(pool, **extra), model=model)
+
+
+def post(server: Server, path: str, **params: Any) -> httpx.Response:
+    """Call one of vLLM's administrative endpoints, which must succeed."""
+    response = httpx.post(f"{server.url}{path}", params=params, timeout=60, trust_env=False)
+    assert response.status_code == httpx.codes.OK, (path, params, response.text)
+    return response
+
+
+def call_workers(server: Server, method: str, **kwargs: Any) -> None:
+    """vLLM's `collective_rpc`."""
+    body = {"method": method, "kwargs": kwargs}
+    response = httpx.post(f"{server.url}/collective_rpc", json=body, timeout=60, trust_env=False)
+    assert response.status_code == httpx.codes.OK, (method, response.text)
+
+
+def group(leader: int) -> dict[int, str]:
+    """Process id → title of the live processes of a group."""
+    found = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(pgrp) == leader and state not in "ZX":
+                title = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ")
+                found[int(stat.parent.name)] = title.decode(errors="replace").strip()
+    return found
+
+
+def with_priorities(server: Server, prompts: list[list[int]]) -> list[list[int]]:
+    """Ask all prompts at once; the last one has the highest priority."""
+
+    async def run() -> list[list[int]]:
+        async with httpx.AsyncClient(trust_env=False, timeout=120) as http:
+            return list(await asyncio.gather(*(one(http, i) for i in range(len(prompts)))))
+
+    async def one(http: httpx.AsyncClient, number: int) -> list[int]:
+        body: dict[str, Any] = {"model": MODEL_NAME, "prompt": prompts[number], "temperature": 0}
+        body |= {"max_tokens": ANSWER_TOKENS, "ignore_eos": True, "return_token_ids": True}
+        response = await http.post(
+            f"{server.url}/v1/completions", json={**body, "priority": -number}
+        )
+        response.raise_for_status()
+        return list(response.json()["choices"][0]["token_ids"])
+
+    return asyncio.run(run())
+
+
+def stored(server: Server, prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The answers' tokens; all chunks of the prompts are then in the pool."""
+    return [answer.tokens for answer in ask_and_settle(server, prompts)]
+
+
+def returning(server: Server, prompts: list[list[int]]) -> list[list[int]]:
+    forget_gpu(server)
+    return tokens_of(server, prompts)
+
+
+def wait_for_requests(server: Server) -> None:
+    async def running() -> float:
+        async with Client(server.url) as client:
+            return (await client.metrics()).value("vllm:num_requests_running")
+
+    wait_until("running requests", lambda: asyncio.run(running()) > 0)
+
+
+def while_loads_run(
+    server: Server, scene: Scene, act: Callable[[], None]
+) -> list[Answer | BaseException]:
+    """Ask for chunks that are read from the pool, and call `act` during the reads.
+
+    The reads hang until `act` has begun, and then still for as long as a slow disk takes.
+    """
+    prompts = scene.prompts[::2]
+    assert stored(server, prompts) == scene.old[::2]
+    forget_gpu(server)
+    slow = {"read_delay_ms": 300, "write_delay_ms": 300}
+    scene.faults.set(hang_reads=True, **slow)
+    fired = scene.faults.fired("hang_reads")
+    release = threading.Timer(0.3, scene.faults.set, kwargs=slow)
+
+    def act_during_reads() -> None:
+        wait_until("a read", lambda: scene.faults.fired("hang_reads") > fired)
+        release.start()
+        act()
+        release.join()
+
+    async def run() -> list[Answer | BaseException]:
+        async with Client(server.url) as client:
+            asked = [client.complete(p, ANSWER_TOKENS) for p in prompts]
+            answers = asyncio.gather(*asked, return_exceptions=True)
+            await asyncio.to_thread(act_during_reads)
+            return list(await answers)
+
+    answers = asyncio.run(run())
+    scene.faults.set()
+    return answers
+
+
+if __name__ == "__main__":
+    _answer_as_a_program(sys.argv[1])
