@@ -48,8 +48,7 @@ NOT = (
     "tests/fabric/test_fabric.py::test_a_guest",
     "tests/unit/bench/",
     "tests/unit/copies/test_copy_bench.py",
-    "tests/unit/test_gpu_bundle.py",
-    "tests/unit/test_gpu_stages.py",
+    "tests/unit/tools/test_gpu.py",
     "tests/e2e/test_faults.py::test_preemption_and_many_at_once",
     # It searches seeds for a case that the simulation is to reach.
     "tests/faults/test_store_faults.py::test_a_crash_loses_a_name_now_and_then",

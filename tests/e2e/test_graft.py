@@ -18,7 +18,7 @@ import pytest
 
 from tests.e2e import servers as rig
 from tests.e2e.test_upstream import NEWEST, check
-from tests.unit.gpu_tools import tool
+from tests.unit.tools.gpu_tools import tool
 from tests.upstream import suite
 from tests.upstream.releases import Release, ReleaseUnavailableError, grafted, installed_version
 

@@ -161,7 +161,7 @@ def test_without_our_plugin_replicas_are_refused(spec: ServerSpec) -> None:
     assert "data_parallel_size=2: our plugin did not run" in log, refusal.value
 
 
-@pytest.mark.soak  # the same text comes from tests/unit/test_parallel.py in seconds
+@pytest.mark.soak  # the same text comes from tests/unit/adapter/test_supported.py in seconds
 def test_another_number_of_replicas_is_refused_before_the_model_loads(tmp_path: Path) -> None:
     spec = rig.split_spec(tmp_path / "pool", "--data-parallel-size", replicas=3)
     done = subprocess.run(

@@ -24,7 +24,8 @@ UNKNOWN = "0.31.0"
 #: Our tests that import vLLM: flags, refusals, KV cache groups, the manager's interface and the
 #: look-up's rule.
 OUR_TESTS = (
-    *("test_plugin.py", "test_refusals.py", "test_cache_groups.py"),
+    *("adapter/test_plugin.py", "adapter/test_cache_groups.py"),
+    "adapter/test_supported.py::test_unsupported_features_are_refused_by_name",
     *("manager/test_vllm_manager.py", "manager/test_boundary.py"),
     *("manager/test_advice.py", "manager/test_router_scores.py"),
 )

@@ -17,7 +17,7 @@ import time
 from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection
 
-from tests.listening import listening
+from tests.process import listening
 from vllm_nvmeof_offload.peers.base import SlotMemory
 from vllm_nvmeof_offload.peers.transport import NixlTransport, TransportError, load_nixl
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.locked_memory import needs_locked_memory
+from tests.process import needs_locked_memory
 from vllm_nvmeof_offload.units import KIB, MIB
 
 pytest.importorskip("vllm_nvmeof_offload.io.native", exc_type=ImportError)

@@ -13,7 +13,7 @@ import pytest
 from tests.unit.follow.kit import KEYSPACE, OURS, open_engine, row
 from tests.unit.follow.test_follower import followers_of
 from tests.unit.pool.kit import name, put
-from tests.unit.test_pool_keeper import Held
+from tests.unit.pool.test_pool_lock import Held
 from tests.wait import wait_until
 from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.native import ForeignReader

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.test_deployment import _config
+from tests.unit.adapter.test_deployment import _config
 from tests.wait import wait_until
 from vllm_nvmeof_offload.config import WEIGHTS_SEEN
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment, describe, note_weights

@@ -1,18 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Known versions and signatures of vLLM; test_plugin.py runs whole vLLMs that are unknown."""
+"""Known versions, signatures and capabilities of vLLM, and its front end. test_plugin.py runs whole
+vLLMs that are unknown.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
-from collections.abc import Callable
-from types import SimpleNamespace
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
 from vllm_nvmeof_offload import plugin
 from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
+from vllm_nvmeof_offload.vllm_adapter.vllm_release import Capability, difference
 
 
 @pytest.mark.parametrize(
@@ -97,3 +104,133 @@ def test_a_method_of_ours_must_take_every_call_that_vllms_takes(
     ours: Callable[..., Any], accepted: bool
 ) -> None:
     assert vllm_release.accepts(ours, _base) == accepted
+
+
+class Base:
+    def __init__(self) -> None:
+        self.made: int = 0
+
+
+class Thing(Base):
+    def call(self, job: int, source: str, fast: bool = False) -> None: ...
+    def demanding(self, job: int, source: str, target: str) -> None: ...
+    def named(self, job: int, *, urgent: bool) -> None: ...
+
+
+@dataclass
+class Row:
+    number: int
+    name: str = ""
+
+
+class Pair(NamedTuple):
+    left: int
+    right: int = 0
+
+
+@pytest.fixture(autouse=True)
+def made_up() -> Iterator[None]:
+    module: Any = ModuleType("made_up_vllm")
+    module.Thing, module.Row, module.Pair = Thing, Row, Pair
+    sys.modules["made_up_vllm"] = module
+    yield
+    del sys.modules["made_up_vllm"]
+
+
+@pytest.mark.parametrize(
+    "need",
+    [
+        "Thing",
+        "Thing.call",
+        "Thing.call(job, source)",
+        "Thing.call(job, source, fast)",
+        "Thing.call(job, source, fast=)",
+        "Thing.named(job, urgent=)",
+        "Thing has made call",
+        "Row(number, name)",
+        "Row(number=)",
+        "Row has number name",
+        "Pair has left right",
+    ],
+)
+def test_a_need_is_met(need: str) -> None:
+    assert difference(f"made_up_vllm:{need}") is None
+
+
+@pytest.mark.parametrize(
+    ("need", "said"),
+    [
+        ("Gone", "Gone is gone"),
+        ("Thing.gone(job)", "Thing.gone is gone"),
+        ("Thing.call(source, job)", "Thing.call(self, job: 'int', source: 'str', "),
+        ("Thing.call(job)", "Thing.call(self, "),
+        ("Thing.call(job, source, quick=)", "Thing.call(self, "),
+        ("Thing.demanding(job, source)", "Thing.demanding(self, "),
+        ("Thing.named(job)", "Thing.named(self, "),
+        ("Thing has made other", "Thing.other is gone"),
+        ("Row(name)", "Row(number: 'int', name: 'str' = '')"),
+    ],
+)
+def test_what_differs_is_named(need: str, said: str) -> None:
+    found = difference(f"made_up_vllm:{need}")
+    assert found is not None and found.startswith(said)
+    assert found.endswith(("is gone", "has other parameters"))
+
+
+def test_a_module_that_is_gone_is_named() -> None:
+    assert difference("no_such_vllm.base:Thing") == "no_such_vllm is gone"
+
+
+def test_the_first_form_that_fits_is_taken_and_else_the_closest_one_is_named() -> None:
+    new, old = "made_up_vllm:New.call(job)", "made_up_vllm:Thing.call(job, source)"
+    both = Capability("calls", {"new": (new,), "old": (old,)})
+    assert both.form == "old" and both.take() is Thing.call
+    worse = ("made_up_vllm:Gone", "made_up_vllm:Thing.demanding(job)")
+    neither = Capability("calls", {"new": worse, "old": (new,)})
+    assert neither.form is None and neither.take() is None
+    assert list(neither.differences()) == ["New.call is gone"]
+
+
+def test_the_imported_vllm_has_every_indispensable_capability() -> None:
+    assert list(vllm_release.missing()) == []
+    assert vllm_release.DEVICE_BLOCKS.form == vllm_release.BLOCK_IDS
+    assert len({one.name for one in vllm_release.REQUIRED}) == len(vllm_release.REQUIRED)
+
+
+ENGINE = """
+import sys, types
+vllm = types.ModuleType("vllm")
+vllm.envs = types.SimpleNamespace(VLLM_USE_RUST_FRONTEND={by_variable})
+sys.modules["vllm"] = vllm
+from vllm_nvmeof_offload.vllm_adapter.vllm_release import drops_connector_stats
+print(drops_connector_stats())
+"""
+#: A front end, which starts the launcher of the engine.
+FRONT_END = """
+import subprocess, sys
+launcher = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]], check=True)"
+subprocess.run([sys.argv[1], "-c", launcher, sys.argv[2]], check=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("program", "by_variable", "dropped"),
+    [
+        ("python-frontend", False, False),
+        ("python-frontend", True, True),
+        ("vllm-rs", False, True),
+    ],
+)
+def test_the_rust_front_end_is_known_by_its_variable_or_its_process(
+    tmp_path: Path, program: str, by_variable: bool, dropped: bool
+) -> None:
+    front_end = tmp_path / program
+    front_end.symlink_to(os.path.realpath(sys.executable))
+    engine = ENGINE.format(by_variable=by_variable)
+    done = subprocess.run(
+        [str(front_end), "-c", FRONT_END, sys.executable, engine],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == [str(dropped)]

@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Discovery on trees like the kernel's, whole and with files that vanish or make no sense."""
+"""Discovery on trees like the kernel's: devices, paths, links and mounts; whole, or with files
+that vanish or make no sense."""
 
 from __future__ import annotations
 
 import json
 import os
+import sys
+import types
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +18,11 @@ from hypothesis import strategies as st
 from tests.unit.fabrics.trees import NQN, UUID, Tree, local_nvme, one_path, two_paths
 from tests.unit.fabrics.trees import without_multipath as without_native_multipath
 from vllm_nvmeof_offload.commands.doctor.examine import outline
+from vllm_nvmeof_offload.commands.doctor.host import link_bytes_per_s, nics_of
 from vllm_nvmeof_offload.commands.doctor.judge import can_do_io, judge_paths
+from vllm_nvmeof_offload.fabric.machine import parse_cpus, read_machine
 from vllm_nvmeof_offload.fabric.topology import ABSENT, OFF, discover, read_states
+from vllm_nvmeof_offload.mounts import Mount, mount_of, parse_mountinfo, read_mounts
 
 
 def test_two_paths_to_one_namespace(tree: Tree) -> None:
@@ -267,3 +274,241 @@ def test_what_has_no_block_device_of_this_host_may_be_mounted_by_others(
 ) -> None:
     tree.mount("/mnt/kv", device, file_system, file_system=file_system)
     assert tree.discover().is_network_file_system is network
+
+
+def two_nics(tree: Tree) -> None:
+    """eth0 is on 10.0.0.0/24, eth1 on 10.0.1.0/24 and the way to everywhere else."""
+    tree.nic("eth0", "25000")
+    tree.nic("eth1", "100000")
+    tree.route("eth0", "0000000A")
+    tree.route("eth1", "0001000A")
+    tree.route("eth1", "00000000", "00000000")
+
+
+def names(tree: Tree) -> dict[str, str]:
+    return {name: nic.name for name, nic in nics_of(tree.discover(), tree.net).items()}
+
+
+@pytest.mark.skipif(sys.byteorder != "little", reason="the routes made up here are little-endian")
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("traddr=10.0.0.2", "eth0"),
+        ("traddr=10.0.0.2,host_iface=eth1", "eth1"),
+        ("traddr=10.9.9.9,host_traddr=10.0.0.1", "eth0"),
+        ("traddr=10.0.0.2,src_addr=10.0.1.1", "eth1"),
+        ("traddr=10.9.9.9", "eth1"),
+        ("traddr=10.0.0.2,host_iface=eth9", None),
+        ("traddr=nn-0x1:pn-0x2", None),
+        ("", None),
+    ],
+)
+def test_the_interface_of_a_path(tree: Tree, address: str, expected: str | None) -> None:
+    two_nics(tree)
+    one_path(tree, address=address)
+    assert names(tree).get("nvme0") == expected
+
+
+def test_two_interfaces_on_one_subnet_give_no_guess(tree: Tree) -> None:
+    two_nics(tree)
+    tree.route("eth1", "0000000A")
+    one_path(tree, address="traddr=10.0.0.2,host_traddr=10.0.0.1")
+    assert names(tree) == {}
+
+
+def test_ipv6_routes(tree: Tree, tmp_path: Path) -> None:
+    tree.nic("eth0")
+    rest = (
+        "00000000000000000000000000000000 00 " + "0" * 32 + " 00000100 00000001 00000000 00000001"
+    )
+    lines = [
+        f"fd000000000000000000000000000000 40 {rest} eth0",
+        f"00000000000000000000000000000000 00 {rest} lo",
+        "garbage",
+    ]
+    (tmp_path / "v6").write_text("\n".join(lines))
+    one_path(tree, address="traddr=fd00::2,trsvcid=4420")
+    places = replace(tree.net, routes="/none", routes_v6=str(tmp_path / "v6"))
+    assert nics_of(tree.discover(), places)["nvme0"].name == "eth0"
+
+
+def test_a_bond_has_the_cards_below_it_and_a_virtual_interface_no_speed(tree: Tree) -> None:
+    below = tree.nic("eth0", current_link_speed="8.0 GT/s PCIe", current_link_width="8")
+    bond = tree.write(tree.sysfs / "devices/virtual/net/bond0", {"speed": "50000"})
+    (bond / "lower_eth0").symlink_to(below)
+    tree.link("class/net/bond0", bond)
+    veth = tree.write(tree.sysfs / "devices/virtual/net/veth0", {"speed": "10000"})
+    tree.link("class/net/veth0", veth)
+    first, second = two_paths(tree)
+    (first / "address").write_text("traddr=10.0.0.2,host_iface=bond0\n")
+    (second / "address").write_text("traddr=10.0.0.2,host_iface=veth0\n")
+    nics = nics_of(tree.discover(), tree.net)
+    assert nics["nvme0"].speed_mbps == 50000
+    assert [(card.speed, card.width) for card in nics["nvme0"].cards] == [(8.0, 8)]
+    assert (nics["nvme1"].speed_mbps, nics["nvme1"].cards) == (None, ())
+    assert link_bytes_per_s(tree.discover(), nics) is None
+
+
+@pytest.mark.skipif(sys.byteorder != "little", reason="the routes made up here are little-endian")
+def test_each_link_counts_once(tree: Tree) -> None:
+    two_nics(tree)
+    first, _ = two_paths(tree)
+    fabric = tree.discover()
+    assert link_bytes_per_s(fabric, nics_of(fabric, tree.net)) == 125e9 / 8
+    (first / "address").write_text("traddr=10.0.1.9\n")
+    fabric = tree.discover()
+    assert link_bytes_per_s(fabric, nics_of(fabric, tree.net)) == 100e9 / 8
+    (tree.sysfs / "class/net/eth1/speed").write_text("-1\n")
+    assert link_bytes_per_s(fabric, nics_of(fabric, tree.net)) is None
+
+
+def test_a_local_drives_link(tree: Tree) -> None:
+    local_nvme(tree)
+    fabric = tree.discover()
+    assert link_bytes_per_s(fabric, {}) == pytest.approx(16e9 * 4 / 8 * 128 / 130)
+
+
+def test_without_any_link_no_rate_is_known(tree: Tree) -> None:
+    tree.disk("sda", "8:0")
+    tree.mount("/mnt/kv", "8:0")
+    assert link_bytes_per_s(tree.discover(), {}) is None
+
+
+def test_nodes_and_their_cpus(tree: Tree) -> None:
+    tree.nodes("0-1,8", "2-3")
+    machine = read_machine(str(tree.sysfs))
+    assert machine.nodes == {0: {0, 1, 8}, 1: {2, 3}}
+    assert machine.kernel >= (4, 0)
+    assert parse_cpus("x,3-,1-2,") == {1, 2}
+    assert read_machine("/none").nodes == {}
+
+
+class FakeNvml(types.ModuleType):
+    """Two GPUs, or a driver that does not answer."""
+
+    class NVMLError(Exception):
+        pass
+
+    def __init__(self, broken: bool) -> None:
+        super().__init__("pynvml")
+        self.broken = broken
+        self.running = False
+
+    def nvmlInit(self) -> None:
+        if self.broken:
+            raise self.NVMLError
+        self.running = True
+
+    def nvmlShutdown(self) -> None:
+        self.running = False
+
+    def nvmlDeviceGetCount(self) -> int:
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
+        return index
+
+    def nvmlDeviceGetPciInfo(self, handle: int) -> types.SimpleNamespace:
+        return types.SimpleNamespace(busId=[b"00000000:3B:00.0", "00000000:AF:00.0"][handle])
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_gpus(tree: Tree, monkeypatch: pytest.MonkeyPatch, broken: bool) -> None:
+    nvml = FakeNvml(broken)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    tree.write(tree.sysfs / "bus/pci/devices/0000:3b:00.0", {"numa_node": "1"})
+    gpus = read_machine(str(tree.sysfs)).gpus
+    assert [one.numa_node for one in gpus] == ([] if broken else [1, None])
+    assert not nvml.running
+
+
+ESCAPED = " \t\n\\#"
+words = st.text(
+    st.characters(exclude_categories=["Cs"], exclude_characters="\0,"), min_size=1, max_size=8
+).filter(lambda word: word != "-")
+tags = st.text("abcdefghij:0123456789_", min_size=1, max_size=8)
+
+
+def escape(text: str) -> str:
+    """Escape as the kernel does."""
+    return "".join(f"\\{ord(one):03o}" if one in ESCAPED else one for one in text)
+
+
+@st.composite
+def mounts(draw: st.DrawFn) -> Mount:
+    return Mount(
+        mount_id=draw(st.integers(0, 2**31)),
+        parent_id=draw(st.integers(0, 2**31)),
+        device=f"{draw(st.integers(0, 4095))}:{draw(st.integers(0, 2**20))}",
+        root="/" + draw(words),
+        point="/" + draw(words),
+        options=tuple(draw(st.lists(tags, min_size=1, max_size=3))),
+        file_system=draw(tags),
+        source=draw(words),
+        super_options=tuple(draw(st.lists(tags, min_size=1, max_size=3))),
+    )
+
+
+def line_of(mount: Mount, optional: list[str]) -> str:
+    before = [mount.mount_id, mount.parent_id, mount.device, escape(mount.root)]
+    before += [escape(mount.point), ",".join(mount.options), *optional]
+    after = [mount.file_system, escape(mount.source), ",".join(mount.super_options)]
+    return " ".join(map(str, before)) + " - " + " ".join(after)
+
+
+@given(st.lists(st.tuples(mounts(), st.lists(tags, max_size=3)), max_size=4))
+def test_the_kernels_escapes_are_decoded(made: list[tuple[Mount, list[str]]]) -> None:
+    text = "".join(line_of(mount, optional) + "\n" for mount, optional in made)
+    assert parse_mountinfo(text) == [mount for mount, _ in made]
+
+
+@given(st.text())
+def test_garbage_is_no_mount_and_no_error(text: str) -> None:
+    for mount in parse_mountinfo(text):
+        assert mount_of(mount.point, [mount]) in (mount, None)
+
+
+@given(st.lists(mounts(), max_size=6), words)
+def test_a_look_up_in_any_table_ends(table: list[Mount], path: str) -> None:
+    assert mount_of("/" + path, table) in [*table, None]
+
+
+def test_bytes_that_are_not_text_are_read(tmp_path: Path) -> None:
+    (tmp_path / "mountinfo").write_bytes(b"1 1 8:1 / /\xff\\040x rw - xfs /dev/sda rw\n")
+    (mount,) = read_mounts(str(tmp_path / "mountinfo"))
+    assert mount.point == "/\udcff x"
+    assert read_mounts(str(tmp_path / "none")) == []
+
+
+TABLE = """\
+1 1 0:1 / / rw - rootfs rootfs rw
+20 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
+30 20 259:1 / /mnt/kv rw,noatime shared:3 master:2 - xfs /dev/nvme0n1 rw
+31 20 259:2 / /mnt/kv2 rw - xfs /dev/nvme1n1 rw
+40 20 8:2 / /srv rw - ext4 /dev/sdb rw
+41 40 8:3 / /srv/deep rw - ext4 /dev/sdc rw
+42 40 8:4 / /srv rw - ext4 /dev/sdd rw
+"""
+
+
+@pytest.mark.parametrize(
+    ("path", "mount_id"),
+    [
+        ("/mnt/kv/pool", 30),
+        ("/mnt/kv", 30),
+        ("/mnt/kv2", 31),
+        ("/mnt/kv3", 20),
+        ("/mnt/../mnt/kv//x", 30),
+        ("/", 20),
+        ("/srv/deep/x", 42),
+    ],
+)
+def test_a_path_is_on_the_mount_that_the_kernel_would_find(path: str, mount_id: int) -> None:
+    found = mount_of(path, parse_mountinfo(TABLE))
+    assert found is not None
+    assert found.mount_id == mount_id
+
+
+def test_without_a_root_mount_a_look_up_finds_nothing() -> None:
+    assert mount_of("/x", []) is None
+    assert mount_of("/x", parse_mountinfo(TABLE.splitlines()[2])) is None

@@ -1,13 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each finding, where it belongs and where it does not."""
+"""Each finding, where it belongs and where it does not; the order of an examination, and its
+tree."""
 
 from __future__ import annotations
 
+import os
+import sys
+import types
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import rich.tree
+from rich.text import Text
 
 from tests.unit.fabrics.trees import Tree, local_nvme, one_path, two_paths, without_multipath
+from tests.unit.pool.offline_kit import write_pool
+from vllm_nvmeof_offload.commands.doctor import examine, host
+from vllm_nvmeof_offload.commands.doctor.examine import Examined, examine_target, outline
 from vllm_nvmeof_offload.commands.doctor.host import nics_of
 from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_kernel,
@@ -17,9 +27,12 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_pcie,
     judge_rdma,
 )
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity
-from vllm_nvmeof_offload.fabric.machine import Gpu, Machine
+from vllm_nvmeof_offload.commands.doctor.measure import Measured
+from vllm_nvmeof_offload.fabric import machine as judge_gpu
+from vllm_nvmeof_offload.fabric.findings import Finding, Severity, worst
+from vllm_nvmeof_offload.fabric.machine import Gpu, Machine, gpu_warnings, judge_gpus, read_gpus
 from vllm_nvmeof_offload.fabric.rdma import read_rdma_ports, roce_payload_bytes
+from vllm_nvmeof_offload.fabric.topology import PcieLink
 
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
 MACHINE = Machine({0: frozenset({0, 1}), 1: frozenset({2, 3})}, frozenset({0}), (), (6, 12), "6.12")
@@ -320,3 +333,248 @@ def test_infiniband_and_tcp_have_no_findings_on_roce(tree: Tree, transport: str)
 )
 def test_a_roce_packet_carries_a_power_of_two(mtu: int, carried: int) -> None:
     assert roce_payload_bytes(mtu) == carried
+
+
+ONE_NODE = Machine({}, frozenset({0}), (), (6, 12), "6.12")
+
+
+def look_at(tree: Tree, target: Path, measured: bool = False) -> Examined:
+    return examine_target(str(target), ONE_NODE, tree.net, (lambda _: None) if measured else None)
+
+
+def text_of(line: rich.tree.Tree, depth: int = 0) -> str:
+    assert isinstance(line.label, Text)
+    mark = {"green": "+", "yellow": "!", "": " "}[str(line.label.style)]
+    below = "".join(text_of(one, depth + 1) for one in line.children)
+    return f"{mark}{'  ' * depth}{line.label}\n{below}"
+
+
+@pytest.mark.parametrize("dead", ["state", "ana", "gone"])
+def test_a_target_without_a_live_path_is_not_touched(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dead: str
+) -> None:
+    target = tmp_path / "mount/pool"
+    for controller in two_paths(tree):
+        if dead == "state":
+            (controller / "state").write_text("connecting\n")
+        else:
+            (path,) = controller.glob("nvme0c*n1")
+            (path / "ana_state").write_text("inaccessible\n")
+    if dead == "gone":
+        (tree.sysfs / "dev/block/259:1").unlink()
+    tree.mount(str(tmp_path / "mount"), "259:1")
+
+    def touched(*_: object, **__: object) -> None:
+        raise AssertionError("it would hang")
+
+    realpath = os.path.realpath
+
+    def resolve(path: str, strict: bool = False) -> str:
+        assert not path.startswith(str(tmp_path / "mount")), "it would hang"
+        return realpath(path, strict=strict)
+
+    monkeypatch.setattr(host, "check_target", touched)
+    monkeypatch.setattr(examine, "measure", touched)
+    monkeypatch.setattr(examine.os.path, "realpath", resolve)
+    found = look_at(tree, target, measured=True)
+    assert worst(found.findings) is Severity.ERROR
+    assert {one.check: one for one in found.findings}["target"].evidence.startswith("not touched")
+    assert not target.exists()
+
+
+def test_a_link_is_followed_once_it_is_safe(tree: Tree, tmp_path: Path) -> None:
+    (tmp_path / "real" / "pool").mkdir(parents=True)
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    local_nvme(tree)
+    tree.mount(str(tmp_path / "real"), "259:1")
+    found = look_at(tree, tmp_path / "link/pool")
+    assert found.fabric.target == str(tmp_path / "link/pool")
+    assert [one.device for one in found.fabric.namespaces] == ["nvme0n1"]
+    assert {one.subject for one in found.findings} == {str(tmp_path / "link/pool")}
+
+
+def test_a_measured_rate_is_compared_with_the_rate_of_the_links(
+    tree: Tree, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local_nvme(tree)
+    tree.mount(str(tmp_path), "259:1")
+    half = 16e9 * 4 / 8 * 128 / 130 / 2
+    made_up = Measured("io_uring", 2 << 20, half / 2, half, 0.001, 0.002, 50)
+    monkeypatch.setattr(examine, "measure", lambda *_: made_up)
+    found = look_at(tree, tmp_path, measured=True)
+    shown = {one.check: one for one in found.findings}["measured"]
+    assert shown.severity is Severity.OK
+    assert "(25% of the links)" in shown.evidence
+    assert "(50% of the links)" in shown.evidence
+    assert "1.00 ms (median of 50, at most 2.00)" in shown.evidence
+    assert look_at(tree, tmp_path).measured is None
+
+
+def test_the_tree_of_two_paths_is_read_at_a_glance(tree: Tree) -> None:
+    tree.nic("eth0", "25000")
+    first, _ = two_paths(tree, ana=("optimized", "inaccessible"))
+    (first / "address").write_text("traddr=10.0.0.2,trsvcid=4420,host_iface=eth0\n")
+    fabric = tree.discover()
+    assert text_of(outline(fabric, nics_of(fabric, tree.net))) == (
+        " xfs at /mnt/kv (rw,noatime) on /dev/nvme0n1\n"
+        "   namespace nvme0n1: nsid 1, 1.0 MiB, blocks of 512 B, transfers up to 1280 of 2048 KiB, "
+        "uuid.11111111-2222-3333-4444-555555555555\n"
+        "     subsystem nqn.2026-01.test:pool: KV pool, iopolicy numa\n"
+        "+      path nvme0c0n1 by nvme0: tcp 10.0.0.2:4420, live, ANA optimized (group 1), "
+        "eth0 (25 Gb/s), 9 queues, kato 5 s, fast_io_fail off, ctrl_loss 600 s\n"
+        "!      path nvme0c1n1 by nvme1: tcp 10.0.1.2:4420, live, ANA inaccessible (group 1), "
+        "interface unknown, 9 queues, kato 5 s, fast_io_fail off, ctrl_loss 600 s\n"
+    )
+
+
+def test_a_device_without_a_limit_of_its_own_shows_none(tree: Tree) -> None:
+    two_paths(tree)
+    (tree.sysfs / "dev/block/259:1/queue/max_hw_sectors_kb").write_text("2147483644\n")
+    shown = text_of(outline(tree.discover(), {}))
+    assert "transfers up to 1280 KiB, " in shown
+
+
+def test_the_tree_of_a_stack_and_of_unknowns(tree: Tree) -> None:
+    controller = without_multipath(tree)
+    for path in controller.iterdir():
+        if path.is_file():
+            path.unlink()
+    part = tree.partition(controller / "nvme0n1", "259:3")
+    tree.dm("dm-0", "253:0", [part, tree.disk("sda", "8:0")])
+    tree.mount("/mnt/lvm", "253:0", "/dev/mapper/kv")
+    shown = text_of(outline(tree.discover("/mnt/lvm"), {})).splitlines()
+    assert shown[1:4] == [
+        "   dm dm-0, 1.0 MiB over nvme0n1p1, sda",
+        "     partition nvme0n1p1, 512.0 KiB over nvme0n1",
+        f"       {shown[3].strip()}",
+    ]
+    assert shown[3].strip().startswith("namespace nvme0n1")
+    assert shown[5].strip().startswith("!") or "nvme0n1 by nvme0: transport unknown" in shown[5]
+    assert shown[6] == "     disk sda, 1.0 MiB"
+
+
+def test_a_device_that_is_gone_is_bad(tree: Tree) -> None:
+    tree.mount("/mnt/kv", "259:9")
+    assert "!  its block device 259:9 is gone" in text_of(outline(tree.discover(), {}))
+
+
+def test_pools_on_a_target_are_named(tree: Tree, tmp_path: Path) -> None:
+    target = tmp_path / "pool"
+    target.mkdir(mode=0o700)
+    assert not [one for one in look_at(tree, target).findings if one.check == "region"]
+    (directory,) = write_pool(target)
+    (found,) = [one for one in look_at(tree, target).findings if one.check == "region"]
+    assert (found.severity, found.subject) == (Severity.OK, str(target))
+    region = f"{directory.parts[-3][:12]}/engine-0/rank-0"
+    assert found.evidence.startswith(f"{region}: lease free; generation 1, epoch ")
+    assert found.evidence.endswith("; read by no process")
+
+
+UUID = "0123456789abcdef0123456789abcdef"
+#: Every call to NVML, and the answers of a made-up driver.
+ANSWERS = {
+    "nvmlDeviceGetPerformanceState": 0,
+    "nvmlDeviceGetCurrPcieLinkGeneration": 4,
+    "nvmlDeviceGetMaxPcieLinkGeneration": 5,
+    "nvmlDeviceGetCurrPcieLinkWidth": 16,
+    "nvmlDeviceGetMaxPcieLinkWidth": 16,
+    "nvmlDeviceGetName": "Made-up GPU",
+    "nvmlDeviceGetUUID": "GPU-01234567-89ab-cdef-0123-456789abcdef",
+    "nvmlDeviceGetPciInfo": types.SimpleNamespace(busId="00000000:3B:00.0"),
+    "nvmlDeviceGetHandleByIndex": 0,
+    "nvmlSystemGetDriverVersion": "580.95.05",
+}
+
+
+def made_up_nvml(**changed: object) -> types.ModuleType:
+    nvml = types.ModuleType("pynvml")
+
+    class NVMLError(Exception):
+        pass
+
+    def answering(value: object) -> object:
+        def call(handle: int = 0) -> object:
+            if value is None:
+                raise NVMLError("not supported")
+            return value
+
+        return call
+
+    for name, value in {**ANSWERS, **changed}.items():
+        setattr(nvml, name, answering(value))
+    nvml.NVMLError = NVMLError
+    nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
+    nvml.nvmlDeviceGetCount = lambda: 1
+    return nvml
+
+
+def read(tree: Tree, monkeypatch: pytest.MonkeyPatch, **changed: object) -> Gpu:
+    monkeypatch.setitem(sys.modules, "pynvml", made_up_nvml(**changed))
+    tree.write(tree.sysfs / "bus/pci/devices/0000:3b:00.0", {"numa_node": "1"})
+    (gpu,) = read_gpus(str(tree.sysfs))
+    return gpu
+
+
+def machine(gpu: Gpu, own: int = 1) -> Machine:
+    nodes = {0: frozenset({0}), 1: frozenset({1})}
+    return Machine(nodes, frozenset({own}), (gpu,), (6, 12), "6.12")
+
+
+def test_link_and_place_are_read(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = read(tree, monkeypatch)
+    link = PcieLink("0000:3b:00.0", 16.0, 32.0, 16, 16, 1)
+    assert gpu == Gpu(0, 1, "Made-up GPU", UUID, link, False, "580.95.05")
+
+
+def test_a_slower_link_is_a_warning(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    link, node = judge_gpus(machine(read(tree, monkeypatch)))
+    assert (link.check, link.severity) == ("gpu_link", Severity.WARNING)
+    assert link.evidence == "Made-up GPU runs at 16 GT/s x16, but supports 32 GT/s x16"
+    assert "3b:00.0" in link.remedy
+    assert (node.check, node.severity) == ("gpu_node", Severity.OK)
+
+
+def test_the_link_of_an_idle_gpu_may_sleep(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = read(tree, monkeypatch, nvmlDeviceGetPerformanceState=8)
+    assert judge_gpus(machine(gpu))[0].severity is Severity.OK
+    # An idle link never reduces its number of lanes.
+    changed = {"nvmlDeviceGetPerformanceState": 8, "nvmlDeviceGetCurrPcieLinkWidth": 8}
+    gpu = read(tree, monkeypatch, **changed)
+    (link, _) = judge_gpus(machine(gpu))
+    assert link.severity is Severity.WARNING and "16 GT/s x8" in link.evidence
+
+
+def test_a_full_link_is_ok(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = read(tree, monkeypatch, nvmlDeviceGetCurrPcieLinkGeneration=5)
+    assert judge_gpus(machine(gpu))[0].severity is Severity.OK
+
+
+def test_a_gpu_of_another_node_is_a_warning(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, node = judge_gpus(machine(read(tree, monkeypatch), own=0))
+    assert node.severity is Severity.WARNING
+    assert "on node 1; this process may run on node 0" in node.evidence
+    assert "--cpunodebind=1" in node.remedy
+
+
+def test_values_that_a_gpu_does_not_report_are_not_judged(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    silent = dict.fromkeys(
+        name for name in ANSWERS if "Pcie" in name or "Performance" in name or "UUID" in name
+    )
+    gpu = read(tree, monkeypatch, **silent)
+    assert gpu.uuid == "" and not gpu.is_idle
+    assert [one.check for one in judge_gpus(machine(gpu))] == ["gpu_node"]
+
+
+def test_start_up_warns_only_about_its_own_gpu(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = machine(read(tree, monkeypatch), own=0)
+    monkeypatch.setattr(judge_gpu, "read_machine", lambda: here)
+    assert [line.split(":")[0] for line in gpu_warnings(UUID)] == ["GPU 0", "GPU 0"]
+    assert gpu_warnings("f" * 32) == ()
+
+
+def test_nvidias_module_has_every_function_that_is_called() -> None:
+    nvml = pytest.importorskip("pynvml")
+    for name in (*ANSWERS, "nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount", "NVMLError"):
+        assert callable(getattr(nvml, name)), name

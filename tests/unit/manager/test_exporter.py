@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from tests.exporter import Exporter as MetricsServer
-from tests.listening import listening
+from tests.process import listening
 from tests.wait import wait_until
 from vllm_nvmeof_offload import exporter
 from vllm_nvmeof_offload.cli import app

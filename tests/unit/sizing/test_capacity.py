@@ -1,19 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Capacity of each tier and the time of a reload: computed by hand, and as properties."""
+"""Capacity of each tier and the time of a reload: by hand, as properties, as others published
+them, and of prefill and decode nodes."""
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
+from decimal import ROUND_HALF_DOWN, Decimal
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
+from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import Weights, preset, preset_names
-from vllm_nvmeof_offload.commands.size.report import build
+from vllm_nvmeof_offload.commands.size.report import build, ratio_range, turns_per_s
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.ownership import PoolSpec
@@ -224,3 +230,138 @@ def test_slots_hold_their_chunks_and_waste_little(name: str, tokens: int, tp: in
     largest = max(slot.payload_bytes for slot in slots)
     assert largest + 4096 <= stride <= largest + 2 * 4096
     assert stride % 4096 == 0
+
+
+PUBLISHED = json.loads(Path(__file__).with_name("published.json").read_text())
+#: The printed sizes of these two models do not follow from the table's own inputs.
+AT_ODDS = {
+    # 32 KB and 5 MB on one GPU: the row is that of tensor_parallel_size=4, left unsaid.
+    "meta-llama/Llama-3.1-70B-Instruct",
+    # 8 KV heads of 128 in 36 layers make 32 KB and 2.25 MB. The row agrees with itself
+    # (72 pieces of 28 KB), as for 7 heads, which no tensor-parallel size gives.
+    "Qwen/Qwen3-8B",
+}
+
+
+def rounded(count: int, unit_bytes: int, unit: str) -> str:
+    """As the vLLM blog's table prints sizes: KB for KiB, halves down (0.875 is 0.87), no zeros."""
+    number = (Decimal(count) / unit_bytes).quantize(Decimal("0.01"), ROUND_HALF_DOWN)
+    return f"{number.normalize():f} {unit}"
+
+
+def printed(row: dict[str, Any], tp: int) -> tuple[str, str]:
+    model = preset(row["model"])
+    sizes = KvSizes(model, Deployment(tensor_parallel=tp, block_tokens=row["block_tokens"]))
+    return (
+        rounded(sizes.fragment_bytes(model.caches[0]), 1 << 10, "KB"),
+        rounded(sizes.block_bytes(), 1 << 20, "MB"),
+    )
+
+
+@pytest.mark.parametrize("row", PUBLISHED["block_sizes"], ids=lambda row: row["model"])
+def test_the_table_of_block_sizes_follows_to_the_digit(row: dict[str, Any]) -> None:
+    ours = printed(row, row["tp"])
+    assert (ours == (row["old"], row["new"])) == (row["model"] not in AT_ODDS), ours
+
+
+def test_the_two_inconsistent_rows_are_explained() -> None:
+    rows = {row["model"]: row for row in PUBLISHED["block_sizes"]}
+    assert len(rows) == 15
+    llama, qwen = rows["meta-llama/Llama-3.1-70B-Instruct"], rows["Qwen/Qwen3-8B"]
+    assert printed(llama, 1) == ("32 KB", "5 MB")
+    assert printed(llama, 4) == (llama["old"], llama["new"])
+    assert printed(qwen, 1) == ("32 KB", "2.25 MB")
+    assert rounded(28 * 1024 * 2 * 36, 1 << 20, "MB") == qwen["new"]
+
+
+@pytest.mark.parametrize("row", PUBLISHED["data24"], ids=lambda row: f"{row['drives']} drives")
+def test_the_table_of_drives_is_a_multiple_of_its_first_row(row: dict[str, Any]) -> None:
+    report = build(preset("Qwen3-8B"), Deployment())
+    (ours,) = (one for one in report.scaling if one.drives == row["drives"])
+    assert (ours.published_gpus, ours.published_sessions) == (row["gpus"], row["sessions"])
+
+
+def test_the_ends_of_the_table_of_drives() -> None:
+    rows = {row["drives"]: (row["gpus"], row["sessions"]) for row in PUBLISHED["data24"]}
+    assert rows[1] == (4, 16)
+    assert rows[24] == (96, 384)
+
+
+@pytest.mark.parametrize("name", preset_names())
+def test_a_preset_has_the_parameters_that_its_page_states(name: str) -> None:
+    """A wrong layer count, width or head count in the presets would show here."""
+    stated = PUBLISHED["parameters_billions"][name]
+    found = preset(name).weights.source.split("estimated: ")[1].split(" billion")[0]
+    assert float(found) == pytest.approx(stated, rel=0.013)
+
+
+PAPER: dict[str, Any] = {
+    "prefill_nodes": 2, "decode_nodes": 4, "node_gpus": 8, "node_storage_links": 1,
+    "node_link": "400GbE", "node_memory_bytes_per_s": 500e9,
+}  # fmt: skip
+
+
+def paper(**more: Any) -> Deployment:
+    return Deployment(**{**PAPER, **more})
+
+
+def test_the_range_of_ratios_is_dualpaths() -> None:
+    assert ratio_range(paper()) == (pytest.approx(1 / 7), pytest.approx(7 / 2))
+    assert ratio_range(paper(node_memory_bytes_per_s=250e9))[1] == pytest.approx(1.0)
+    assert ratio_range(paper(node_storage_links=2)) == (pytest.approx(1 / 3), 1.0)
+    least, most = ratio_range(paper(node_storage_links=8))
+    assert least > most, "there is no such ratio"
+
+
+def test_turns_are_bound_by_links_or_by_compute() -> None:
+    assert turns_per_s(6, 50e9, 1.5e9, 2, 0.0) == 200.0
+    assert turns_per_s(6, 50e9, 1.5e9, 2, 0.02) == 100.0
+
+
+def test_decode_nodes_that_help_bring_their_storage_links() -> None:
+    report = build(preset("Llama-3.1-8B-Instruct"), paper(node_storage_links=3))
+    formulas = {one.name: one.formula for one in report.figures}
+    assert formulas["turns per second"].startswith("18 × 400GbE")
+    assert formulas["turns per second, own links only"].startswith("6 × 400GbE")
+
+
+def test_nodes_with_a_storage_link_for_each_gpu_have_no_ratio() -> None:
+    report = build(preset("Llama-3.1-8B-Instruct"), paper(node_storage_links=8))
+    texts = {one.name: one.text for one in report.figures}
+    assert texts["least prefill per decode node"] == "inf ×"
+    assert any("outside the range" in note for note in report.notes)
+
+
+def test_the_report_has_a_cluster_only_if_one_is_given() -> None:
+    shape = preset("Llama-3.1-8B-Instruct")
+    assert "cluster" not in {one.section for one in build(shape, Deployment()).figures}
+    given = Deployment(prefill_nodes=2, decode_nodes=4, turn_gap_seconds=3.0)
+    report = build(shape, given)
+    found = {one.name: one.value for one in report.figures if one.section == "cluster"}
+    assert found["most prefill per decode node"] == pytest.approx(3.5)
+    assert found["turns per second"] == pytest.approx(3 * found["turns per second, own links only"])
+    assert found["agents at the TTFT"] == int(found["turns per second"] * (2.0 + 3.0))
+    assert not any("outside the range" in note for note in report.notes)
+    wide = build(shape, replace(given, prefill_nodes=8, decode_nodes=2))
+    assert any("8 prefill and 2 decode nodes are outside" in note for note in wide.notes)
+    slow = build(shape, replace(given, turn_compute_seconds=1.0))
+    turns = [one.value for one in slow.figures if one.name.startswith("turns per second")]
+    assert turns == [2.0, 2.0]
+
+
+def test_turns_that_read_nothing_have_no_rate() -> None:
+    report = build(preset("Llama-3.1-8B-Instruct"), paper(context_tokens=7))
+    found = [one.name for one in report.figures if one.section == "cluster"]
+    assert found[-1] == "prefill per decode node"
+    assert any("nothing is stored" in note for note in report.notes)
+
+
+def test_one_kind_of_nodes_without_the_other_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give --prefill-nodes and --decode-nodes"):
+        Deployment(prefill_nodes=2)
+    with pytest.raises(ConfigError, match=r"^--decode-nodes.*3"):
+        Deployment(decode_nodes=3)
+    options = ["--preset", "Qwen3-8B", "--prefill-nodes", "2", "--decode-nodes", "4"]
+    shown = CliRunner().invoke(app, ["size", *options])
+    assert shown.exit_code == 0, shown.output
+    assert "agents at the TTFT" in shown.output

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tests.unit.foreign_rig import COMPLETE, DEAD, NONE, SCANNING, Others
+from tests.unit.follow.foreign_rig import COMPLETE, DEAD, NONE, SCANNING, Others
 from vllm_nvmeof_offload.native import Batch, Tiers, Whereabouts
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,

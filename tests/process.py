@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What this process has and may have: descriptors of large numbers, listening ports, locked
+memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+_ROOM = 256
+
+
+@contextlib.contextmanager
+def numbers_from(first: int) -> Iterator[None]:
+    """What is opened meanwhile gets a number of at least `first`."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limits[0] < first + _ROOM:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (first + _ROOM, limits[1]))
+    taken = [os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)]
+    try:
+        while taken[-1] < first - 1:
+            taken.append(os.dup(taken[0]))
+        yield
+    finally:
+        for number in taken:
+            os.close(number)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+_LISTEN = "0A"
+
+
+def listening() -> list[int]:
+    inodes = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            inodes.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+    ports = []
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+            _, place, _, state, *_, inode = line.split()[:10]
+            if state == _LISTEN and f"socket:[{inode}]" in inodes:
+                ports.append(int(place.rpartition(":")[2], 16))
+    return ports
+
+
+_IS_BOUND = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY
+
+#: The limit is for all processes of a user together, so that tests side by side run into it.
+needs_locked_memory = pytest.mark.skipif(
+    os.geteuid() != 0 and _IS_BOUND,
+    reason="this user's locked memory is limited: ulimit -l unlimited, or run as root",
+)

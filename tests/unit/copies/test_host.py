@@ -1,0 +1,492 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks over per-layer and packed layouts, copied by the host's engine, which makes checksums."""
+
+from __future__ import annotations
+
+import random
+import select
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from crc32c import crc32c
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from vllm_nvmeof_bench.servers.faults import lanes_of
+
+from vllm_nvmeof_offload.config import Tuning
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
+from vllm_nvmeof_offload.copy.geometry import (
+    CacheGeometry,
+    CacheTensor,
+    ChunkGeometry,
+    JobBlocks,
+    joined,
+)
+from vllm_nvmeof_offload.copy.host import HostCopyEngine
+from vllm_nvmeof_offload.errors import OK, EngineError
+from vllm_nvmeof_offload.groups import Group, GroupKind
+from vllm_nvmeof_offload.io.base import IoOp, Lanes, Waker
+from vllm_nvmeof_offload.io.native import How, NativeIoEngine
+from vllm_nvmeof_offload.pool.format import Keyspace
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.protocol import (
+    ChunkBatch,
+    LoadCommand,
+    OpReport,
+    StoreCommand,
+    WriteCommand,
+    place_of,
+    slot_of,
+    unpacked,
+)
+from vllm_nvmeof_offload.staging import Staging
+from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, slot_stride_bytes
+from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
+
+BLOCKS = 12
+
+
+def _copy(engine: HostCopyEngine, waker: Waker, direction: Direction, pieces: np.ndarray) -> None:
+    ticket = engine.submit(direction, pieces, engine.record_fence())
+    poller = select.poll()
+    poller.register(waker.fd, select.POLLIN)
+    assert poller.poll(10_000), "the copy engine did not wake us"
+    waker.clear()
+    assert [(t, o.ok) for t, o in engine.poll()] == [(ticket, True)]
+
+
+def _tensors(layers: int, page: int, padding: int) -> tuple[list[np.ndarray], list[CacheTensor]]:
+    arrays = [
+        np.arange(BLOCKS * (page + padding), dtype=np.uint32).astype(np.uint8) + np.uint8(layer)
+        for layer in range(layers)
+    ]
+    return arrays, [CacheTensor(a.ctypes.data, page + padding, page, BLOCKS) for a in arrays]
+
+
+@given(
+    layers=st.integers(1, 5),
+    page=st.sampled_from([1, 24, 512, 4096]),
+    padding=st.sampled_from([0, 8]),
+    blocks_per_chunk=st.integers(1, 4),
+    skip=st.integers(0, 3),
+    data=st.data(),
+)
+@settings(max_examples=40)
+def test_a_chunk_comes_back_into_other_blocks(
+    layers: int, page: int, padding: int, blocks_per_chunk: int, skip: int, data: st.DataObject
+) -> None:
+    skip %= blocks_per_chunk
+    arrays, tensors = _tensors(layers, page, padding)
+    geometry = ChunkGeometry(tensors, blocks_per_chunk)
+    order = data.draw(st.permutations(range(BLOCKS)))
+    source = np.array(order[:blocks_per_chunk], np.int32)
+    # A load may begin inside a chunk: only the blocks from `skip` on, into different places.
+    target = np.array(order[blocks_per_chunk : 2 * blocks_per_chunk - skip], np.int32)
+    staging = np.zeros(geometry.payload_bytes, np.uint8)
+    base = np.uint64(staging.ctypes.data)
+    waker = Waker()
+    engine = HostCopyEngine(on_done=waker.wake)
+    try:
+        store = geometry.pieces(source, 0)
+        store[:, 1] += base
+        _copy(engine, waker, Direction.STORE, store)
+        expected = [a.reshape(BLOCKS, -1)[source[skip:], :page].copy() for a in arrays]
+        for a in arrays:
+            a.reshape(BLOCKS, -1)[target] = 0xEE
+        untouched = [np.delete(a.reshape(BLOCKS, -1), target, axis=0).copy() for a in arrays]
+        load = geometry.pieces(target, skip)
+        load[:, 1] += base
+        _copy(engine, waker, Direction.LOAD, load)
+    finally:
+        engine.close()
+    for a, want, rest in zip(arrays, expected, untouched, strict=True):
+        assert (a.reshape(BLOCKS, -1)[target, :page] == want).all()
+        assert (np.delete(a.reshape(BLOCKS, -1), target, axis=0) == rest).all()
+        assert (a.reshape(BLOCKS, -1)[target, page:] == 0xEE).all(), "padding is not ours"
+
+
+def test_blocks_are_cut_at_chunk_boundaries() -> None:
+    _, tensors = _tensors(1, 16, 0)
+    geometry = ChunkGeometry(tensors, 4)
+    blocks = np.arange(9, dtype=np.int32)
+    assert [p.tolist() for p in geometry.split(blocks, 0, 3)] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8],
+    ]
+    assert [p.tolist() for p in geometry.split(blocks, 3, 3)] == [
+        [0],
+        [1, 2, 3, 4],
+        [5, 6, 7, 8],
+    ]
+    with pytest.raises(AssertionError, match="9 blocks over 2 chunks"):
+        geometry.split(blocks, 0, 2)
+
+
+@given(
+    layers=st.integers(1, 3),
+    blocks_per_chunk=st.integers(1, 4),
+    skip=st.integers(0, 3),
+    order=st.permutations(range(BLOCKS)),
+    count=st.integers(1, BLOCKS),
+)
+def test_many_chunks_in_one_call_equal_single_calls(
+    layers: int, blocks_per_chunk: int, skip: int, order: list[int], count: int
+) -> None:
+    skip %= blocks_per_chunk
+    geometry = ChunkGeometry(_tensors(layers, 24, 8)[1], blocks_per_chunk)
+    blocks = np.array(order[:count], np.int32)
+    chunks = -(-(skip + count) // blocks_per_chunk)
+    together = geometry.pieces_by_chunk(blocks, skip, chunks)
+    parts = geometry.split(blocks, skip, chunks)
+    alone = [geometry.pieces(part, 0 if i else skip) for i, part in enumerate(parts)]
+    assert together.first.tolist() == Pieces.of(alone).first.tolist()
+    assert together.rows.tolist() == Pieces.of(alone).rows.tolist()
+    with pytest.raises(AssertionError, match=f"{count} blocks over {chunks + 1} chunks"):
+        geometry.pieces_by_chunk(blocks, skip, chunks + 1)
+
+
+# -- several groups -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tensors", "expected"),
+    [
+        ([(0, 96, 32), (32, 96, 16), (48, 96, 48)], [(0, 96, 96)]),
+        ([(0, 96, 32), (48, 96, 16), (64, 96, 16)], [(0, 96, 32), (48, 96, 32)]),  # padded pages
+        ([(0, 96, 32), (32, 64, 16)], [(0, 96, 32), (32, 64, 16)]),  # other strides
+        ([(0, 32, 32), (32, 32, 32)], [(0, 32, 32), (32, 32, 32)]),  # a tensor of one block each
+        ([(32, 96, 16), (0, 96, 32)], [(32, 96, 16), (0, 96, 32)]),  # in another order
+        ([], []),
+    ],
+)
+def test_pages_that_are_neighbours_in_each_block_are_one_piece(
+    tensors: list[tuple[int, int, int]], expected: list[tuple[int, int, int]]
+) -> None:
+    made = [CacheTensor(*one, block_count=1) for one in tensors]
+    assert joined(made) == [CacheTensor(*one, block_count=1) for one in expected]
+
+
+def _group(number: int, per_chunk: int, kind: GroupKind = GroupKind.FULL) -> Group:
+    return Group(number, kind, 16 * per_chunk, per_chunk)
+
+
+def _three_groups(per_chunk: int) -> CacheGeometry:
+    """Full attention, a group without layers on this rank, and states."""
+    return CacheGeometry(
+        [
+            (_group(0, per_chunk), [CacheTensor(0, 64, 64, BLOCKS)]),
+            (_group(2, per_chunk), []),
+            (_group(3, per_chunk, GroupKind.STATE), [CacheTensor(0, 64, 24, BLOCKS)]),
+        ]
+    )
+
+
+def _blocks(ids: list[int], sizes: list[int], firsts: list[int], chunks: list[int]) -> JobBlocks:
+    groups = b"".join(bytes([group]) * count for group, count in enumerate(chunks))
+    return JobBlocks(np.array(ids, np.int32), sizes, firsts, groups)
+
+
+def test_each_group_has_its_own_length_and_a_state_is_one_block() -> None:
+    geometry = _three_groups(4)
+    assert geometry.group_bytes == (256, 0, 24)
+    assert geometry.payload_bytes == 256
+    assert [one.payload_bytes for one in geometry.groups] == [256, 0, 24]
+    pieces = geometry.stored(_blocks([0, 1, 2, 3, 7, 8, 5], [4, 2, 1], [4, 0, 3], [1, 1, 1]))
+    # The two blocks of the group without layers are half a chunk, but there is nothing to miss.
+    assert pieces.first.tolist() == [0, 4, 4, 5]
+    assert pieces.rows[-1].tolist() == [5 * 64, 0, 24]
+
+
+def test_a_load_may_begin_and_end_inside_a_chunk_of_each_group() -> None:
+    geometry = _three_groups(4)
+    blocks = _blocks([1, 2, 3, 4, 5, 9], [5, 0, 1], [6, 0, 9], [2, 0, 1])
+    pieces = geometry.loaded(blocks)
+    assert pieces.first.tolist() == [0, 2, 5, 6]
+    assert pieces.rows[:, 1].tolist() == [128, 192, 0, 64, 128, 0]
+    with pytest.raises(AssertionError, match="5 blocks over 3 chunks"):
+        geometry.loaded(_blocks([1, 2, 3, 4, 5], [5, 0, 0], [6, 0, 0], [3, 0, 0]))
+    with pytest.raises(AssertionError, match="1 blocks of a group without chunks"):
+        geometry.loaded(_blocks([1], [0, 0, 1], [0, 0, 0], [0, 0, 0]))
+
+
+@pytest.mark.parametrize(
+    ("size", "first", "whole"),
+    [
+        (9, 0, [True, True, True]),
+        (8, 1, [False, True, True]),  # vLLM had given away the first block
+        (7, 2, [False, True, True]),
+        (8, 0, [False, False, False]),  # one of the others is missing, and nothing says which
+        (7, 1, [False, False, False]),
+        (0, 0, [False, False, False]),
+    ],
+)
+def test_a_chunk_without_all_of_its_blocks_has_no_pieces(
+    size: int, first: int, whole: list[bool]
+) -> None:
+    geometry = CacheGeometry([(_group(0, 3), [CacheTensor(0, 64, 64, BLOCKS)])])
+    ids = list(range(size))
+    pieces = geometry.stored(_blocks(ids, [size], [30 + first], [3]))
+    assert np.diff(pieces.first).tolist() == [3 if one else 0 for one in whole]
+    kept = ids[3 - first :] if first and any(whole) else ids if any(whole) else []
+    assert (pieces.rows[:, 0] // 64).tolist() == kept
+    assert pieces.rows[:, 1].tolist() == [64 * (at % 3) for at in range(len(kept))]
+
+
+def test_a_single_chunk_without_its_head_has_no_pieces() -> None:
+    geometry = CacheGeometry([(_group(0, 3), [CacheTensor(0, 64, 64, BLOCKS)])])
+    pieces = geometry.stored(_blocks([5, 6], [2], [31], [1]))
+    assert pieces.first.tolist() == [0, 0]
+    assert pieces.rows.shape == (0, 3)
+
+
+@given(
+    per_chunk=st.integers(1, 4),
+    chunks=st.integers(1, 5),
+    present=st.lists(st.booleans(), min_size=20, max_size=20),
+)
+def test_no_block_of_a_store_is_taken_for_its_neighbour(
+    per_chunk: int, chunks: int, present: list[bool]
+) -> None:
+    """vLLM leaves out the blocks that it has given away, wherever they lie, and numbers none."""
+    geometry = CacheGeometry([(_group(0, per_chunk), [CacheTensor(0, 64, 64, 100)])])
+    there = [at for at in range(per_chunk * chunks) if present[at]]
+    blocks = _blocks(there, [len(there)], [there[0] if there else 0], [chunks])
+    pieces = geometry.stored(blocks)
+    for chunk in range(chunks):
+        rows = pieces.rows[pieces.first[chunk] : pieces.first[chunk + 1]]
+        if len(rows):
+            assert (rows[:, 0] // 64).tolist() == list(
+                range(chunk * per_chunk, (chunk + 1) * per_chunk)
+            )
+
+
+def test_a_block_outside_the_cache_is_refused() -> None:
+    _, tensors = _tensors(2, 16, 0)
+    with pytest.raises(AssertionError):
+        ChunkGeometry(tensors, 4).pieces(np.array([BLOCKS], np.int32), 0)
+
+
+def test_a_copy_that_raises_stops_the_engine_instead_of_hanging() -> None:
+    waker = Waker()
+    engine = HostCopyEngine(on_done=waker.wake)
+    try:
+        engine.submit(Direction.STORE, np.zeros((1, 2), np.uint64), None)  # a piece without a size
+        poller = select.poll()
+        poller.register(waker.fd, select.POLLIN)
+        assert poller.poll(10_000), "the copy engine did not wake us"
+        with pytest.raises(EngineError, match="a copy in host memory failed"):
+            engine.poll()
+    finally:
+        engine.close()
+
+
+PAGE, LAYERS, BENCH_BLOCKS, PER_CHUNK = 3000, 3, 40, 2
+CHUNKS = BENCH_BLOCKS // PER_CHUNK
+WAIT_S = 30.0
+
+
+def copied(
+    parts: Sequence[Descriptors],
+    addresses: Sequence[int],
+    size: int,
+    direction: Direction = Direction.STORE,
+) -> list[int | None]:
+    """Copy these pieces, whose second column is offsets; return the checksums."""
+    done = threading.Event()
+    engine = HostCopyEngine(on_done=done.set)
+    counts = np.array([len(part) for part in parts], np.uint32)
+    payloads = Payloads.of(
+        counts, np.array(addresses, np.uint64), np.full(len(counts), size, np.uint64)
+    )
+    assert engine.makes_checksums
+    ticket = engine.submit(direction, Pieces.of(parts).at(addresses), None, payloads)
+    assert done.wait(WAIT_S)
+    assert engine.poll() == [(ticket, OK)]
+    engine.close()
+    return [None if crc < 0 else crc for crc in payloads.crcs.tolist()]
+
+
+@given(st.lists(st.integers(0, 40_000), min_size=1, max_size=12), st.integers(0, 63))
+def test_a_payload_of_any_pieces_has_its_checksum(sizes: list[int], shift: int) -> None:
+    total = sum(sizes)
+    source = np.random.default_rng(total).integers(0, 256, total + 1, np.uint8)
+    target = np.full(total + shift + 1, 0xEE, np.uint8)
+    base, at = target.ctypes.data + shift, np.cumsum([0, *sizes[:-1]])
+    pieces = np.array([at + source.ctypes.data, at, sizes], np.uint64).T
+    (crc,) = copied([pieces], [base], total)
+    assert crc == crc32c(source[:total].tobytes())
+    assert (target[shift : shift + total] == source[:total]).all()
+    assert target[-1] == 0xEE
+
+
+@given(st.lists(st.integers(1, 40_000), min_size=1, max_size=8), st.randoms())
+def test_a_loaded_payload_has_its_checksum_wherever_its_pieces_go(
+    sizes: list[int], dice: random.Random
+) -> None:
+    total = sum(sizes)
+    payload = np.random.default_rng(total).integers(0, 256, total, np.uint8)
+    cache = [np.zeros(size, np.uint8) for size in sizes]
+    dice.shuffle(cache)  # so that neighbours in the payload are none in the KV cache
+    sizes = [len(page) for page in cache]
+    at = np.cumsum([0, *sizes[:-1]])
+    pieces = np.array([[page.ctypes.data for page in cache], at, sizes], np.uint64).T
+    (crc,) = copied([pieces], [payload.ctypes.data], total, Direction.LOAD)
+    assert crc == crc32c(payload.tobytes())
+    assert (np.concatenate(cache) == payload).all()
+
+
+@pytest.mark.parametrize("direction", list(Direction))
+@pytest.mark.parametrize(
+    "rows",
+    [[(0, 0, 2000), (2000, 2001, 2000)], [(2000, 2000, 2000), (0, 0, 2000)], [(0, 0, 3999)], []],
+    ids=["gap", "order", "short", "none"],
+)
+def test_only_a_payload_that_is_covered_in_order_has_a_checksum(
+    rows: list[tuple[int, int, int]], direction: Direction
+) -> None:
+    cache, staging = np.zeros(9000, np.uint8), np.zeros(9000, np.uint8)
+    source, target = (cache, staging) if direction is Direction.STORE else (staging, cache)
+    source[:] = np.arange(9000) % 251
+    parts = [np.array(part, np.uint64).reshape(-1, 3) for part in (rows, [(5000, 0, 4000)])]
+    for part in parts:
+        part[:, 0] += np.uint64(cache.ctypes.data)
+    places = [staging.ctypes.data, staging.ctypes.data + 5000]
+    crcs = copied(parts, places, 4000, direction)
+    assert crcs == [None, crc32c(source[5000:].tobytes())]
+    for in_cache, offset, count in rows:
+        of_cache, of_staging = slice(in_cache, in_cache + count), slice(offset, offset + count)
+        assert (cache[of_cache] == staging[of_staging]).all()
+        assert source[of_cache].any() and target[of_cache].any()
+
+
+class SpyEngine(NativeIoEngine):
+    """Keeps the operations that it was given."""
+
+    seen: list[IoOp]
+
+    def attach(self) -> Lanes:
+        return lanes_of(self)
+
+    def submit(self, ops: Sequence[IoOp]) -> None:
+        self.seen.extend(ops)
+        super().submit(ops)
+
+
+class Bench:
+    """One rank's pipeline over real memory and files."""
+
+    def __init__(self, directory: Path) -> None:
+        self.cache = np.random.default_rng(1).integers(
+            0, 256, (LAYERS, BENCH_BLOCKS, PAGE), np.uint8
+        )
+        tensors = [CacheTensor(layer.ctypes.data, PAGE, PAGE, BENCH_BLOCKS) for layer in self.cache]
+        self.geometry = ChunkGeometry(tensors, PER_CHUNK)
+        self.size = self.geometry.payload_bytes
+        spec = PoolSpec((directory,), 4 * MIB, self.size, Keyspace.of({"test": "crc"}))
+        self.pool = Pool.open(spec)
+        self.staging = Staging(slot_stride_bytes(self.size), CHUNKS, 2)
+        self.waker = Waker()
+        self.copy = HostCopyEngine(on_done=self.waker.wake)
+        address = self.staging.map.base_address
+        self.io = SpyEngine(
+            self.pool, self.staging.view, address, Tuning(io_threads=2), How.THREADS
+        )
+        self.io.seen = []
+        config = TransferLimits(group_bytes=(self.size,))
+        self.pipeline = TransferPipeline(self.staging.map, self.copy, self.io, config)
+        self.ops = 0
+
+    def batch(self, slots: Sequence[int], generation: int, *, pool: bool, cpu: bool) -> ChunkBatch:
+        """The chunk of generation g in slot s has blocks s * PER_CHUNK on, and place s."""
+        count = len(slots)
+        return ChunkBatch.of(
+            b"".join(b"key-%04d\0\0\0\0" % slot for slot in slots),
+            np.full(count, generation, np.uint64),
+            np.array(slots if cpu else [-1] * count, np.int32),
+            np.array([place_of(0, slot) if pool else -1 for slot in slots], np.int64),
+            np.zeros(count, np.uint8),
+        )
+
+    def pieces(self, slots: Sequence[int]) -> Pieces:
+        return Pieces.of([self.geometry.pieces(self.blocks(slot), 0) for slot in slots])
+
+    def blocks(self, slot: int) -> np.ndarray:
+        return np.arange(slot * PER_CHUNK, (slot + 1) * PER_CHUNK, dtype=np.int32)
+
+    def run(self) -> None:
+        """Step until nothing is under way; every row must be OK."""
+        while not self.pipeline.idle():
+            self.waker.clear()
+            self.pipeline.step()
+            for report in unpacked(self.pipeline.take_reports()):
+                if isinstance(report, OpReport):
+                    assert report.codes is None, report
+            if not self.pipeline.idle():
+                waited = select.select([self.waker.fd, self.io.fileno()], [], [], WAIT_S)
+                assert waited[0]
+        self.pipeline.take_finished()
+
+    def store(self, slots: Sequence[int], generation: int) -> None:
+        self.ops += 1
+        batch = self.batch(slots, generation, pool=False, cpu=True)
+        self.pipeline.store(StoreCommand(self.ops, batch), self.pieces(slots), None)
+
+    def write(self, slots: Sequence[int], generation: int) -> None:
+        self.ops += 1
+        batch = self.batch(slots, generation, pool=True, cpu=True)
+        self.pipeline.command(WriteCommand(self.ops, batch))
+
+    def load(self, slots: Sequence[int], generation: int, *, cpu: bool) -> None:
+        """From the pool; `cpu`: it lands in the cache slots."""
+        self.ops += 1
+        batch = self.batch(slots, generation, pool=True, cpu=cpu)
+        self.pipeline.load(LoadCommand(self.ops, batch), self.pieces(slots), None)
+
+    def payload(self, slot: int) -> bytes:
+        start = slot * self.staging.map.slot_bytes + HEADER_BYTES
+        return bytes(self.staging.view[start : start + self.size])
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    bench = Bench(tmp_path)
+    yield bench
+    assert bench.io.close()
+    bench.copy.close()
+    bench.pool.close()
+    bench.staging.close()
+
+
+def test_a_write_brings_the_checksum_of_its_store(bench: Bench) -> None:
+    slots = list(range(CHUNKS))
+    bench.store(slots, 1)
+    bench.write(slots, 1)  # it waits at the gates for the store
+    bench.run()
+    assert len(bench.io.seen) == CHUNKS
+    for op in bench.io.seen:
+        assert op.payload_crc == crc32c(bench.payload(slot_of(op.place)))
+    original = bench.cache.copy()
+    bench.cache[:] = 0
+    bench.load(slots, 1, cpu=False)
+    bench.run()
+    assert (bench.cache == original).all()
+
+
+def test_a_checksum_ends_with_what_its_slot_holds(bench: Bench) -> None:
+    bench.store([3], 1)
+    bench.write([3], 1)
+    bench.run()
+    bench.cache[:, bench.blocks(3)] ^= 0xFF
+    bench.store([3], 2)
+    bench.write([3], 2)
+    bench.run()
+    first, second = bench.io.seen
+    assert first.payload_crc != second.payload_crc == crc32c(bench.payload(3))
+    bench.load([3], 2, cpu=True)  # lands: a fill without a copy, so that nobody made a checksum
+    bench.write([3], 2)
+    bench.run()
+    assert bench.io.seen[-1].payload_crc is None
