@@ -298,13 +298,3 @@ def test_config_check_takes_foreign_files_on_a_target_for_no_part_of_the_default
     source = json.dumps({"targets": str(tmp_path)})
     result = runner.invoke(app, ["config", "check", source, "--json"])
     assert json.loads(result.stdout)["pool_bytes_resolved"] == 1 << 29
-
-
-def test_the_list_of_keys_fits_80_columns() -> None:
-    shown = runner.invoke(app, ["config"], env={"COLUMNS": "80"}).stdout
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "default null" not in shown
-    rows = json.loads(runner.invoke(app, ["config", "--json"]).stdout)
-    words = " ".join(shown.split())
-    for row in rows:
-        assert f"Give {row['allowed']}." in words

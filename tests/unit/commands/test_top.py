@@ -313,23 +313,3 @@ def test_an_interrupt_restores_the_terminal() -> None:
         assert LEAVE in until(terminal, "interrupted")
         assert process.wait(60) == 130
         assert termios.tcgetattr(terminal)[LOCAL] & termios.ECHO
-
-
-@pytest.mark.parametrize("width", [80, 160])
-def test_views_fit_the_width(width: int) -> None:
-    lines = shown(width, reading())
-    assert max(map(len, lines)) <= width
-    (tiers,) = [line for line in lines if line.startswith("tier ")]
-    assert ("prompt tokens from" in tiers) is (width == 160), "two tables side by side"
-    text = "\n".join(lines)
-    for part in (
-        "30 of 30",
-        "0 /mnt/kv/0",
-        "4.6 MiB/s",
-        "Admission: always",
-    ):
-        assert part in text
-
-
-def test_a_summary_fits_on_24_lines() -> None:
-    assert len(shown(80, reading(), ["summary"])) < 24

@@ -441,14 +441,6 @@ def test_a_benchmark_serves_the_model_that_is_named() -> None:
         TtftSettings(model="smollm3").sizes()
 
 
-def test_the_table_has_all_that_was_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    dual.show(Console(width=120), replace(outcome(failed=2), kills=0, kill_gaps_s=[]))
-    shown = capsys.readouterr().out
-    assert "40%" in shown
-    assert "both/one: 0.50" in shown
-    assert "2 failed requests" in shown
-
-
 def test_the_picture_has_questions_answers_and_times() -> None:
     turn = {"conversation": "user 1", "case": "pool", "ttft_s": 0.25, "prompt_tokens": 3210}
     turn |= {"question": "What is [this] about?", "answer": "It is\nabout <strings> & more."}
