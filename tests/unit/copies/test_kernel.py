@@ -55,14 +55,14 @@ KERNELS = HERE.parents[2] / "kernels"
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 
 
-def compiled(folder: Path, harness: str, define: str) -> ctypes.CDLL:
+def compiled(folder: Path, define: str) -> ctypes.CDLL:
     """The kernels of a source, compiled for this CPU with the host's harness around them."""
     compiler = shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler")
     library = folder / "kernels.so"
     options = ["-O1", "-std=c++17", "-shared", "-fPIC", "-Wno-unknown-pragmas"]
-    command = [compiler, *options, define, "-o", str(library), str(HERE / harness)]
+    command = [compiler, *options, define, "-o", str(library), str(HERE / "host_kernels.cpp")]
     subprocess.run(command, check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.run.restype = ctypes.c_uint64
@@ -72,7 +72,7 @@ def compiled(folder: Path, harness: str, define: str) -> ctypes.CDLL:
 @pytest.fixture(scope="module")
 def on_cpu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     define = f'-DCOPY_BLOCKS="{KERNELS / COPY_BLOCKS}"'
-    return compiled(tmp_path_factory.mktemp("kernels"), "host_kernels.cpp", define)
+    return compiled(tmp_path_factory.mktemp("kernels"), define)
 
 
 def _run(kernels: ctypes.CDLL, fast: bool, grid: tuple[int, int], table: np.ndarray) -> int:
@@ -269,7 +269,7 @@ class Chunk:
 @pytest.fixture(scope="module")
 def crcs_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     define = f'-DCRC_BLOCKS="{KERNELS / CRC_BLOCKS}"'
-    return compiled(tmp_path_factory.mktemp("kernels"), "host_crc.cpp", define)
+    return compiled(tmp_path_factory.mktemp("kernels"), define)
 
 
 def _transfer(chunks: list[np.ndarray], gap_behind: int = -1) -> tuple[np.ndarray, Payloads]:
