@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by `test_driver.py` where NVIDIA's library is the stub: real cuda-python over it."""
+"""Run by `test_device.py` where NVIDIA's library is the stub: real cuda-python over it."""
 
 from __future__ import annotations
 
