@@ -198,8 +198,8 @@ CHECKS = {
 REPLACED = {
     # No group leads the look-up: full attention comes first wherever it stands.
     "group_0_leads": (
-        "tests/unit/manager/test_boundary.py",
-        "index = Index([STATE, WINDOW, FULL], 80, set())",
+        "tests/unit/manager/test_groups.py",
+        "index = Index([STATE_3, WINDOW_1, FULL_0], 80, set())",
     ),
     # The machine refuses such a read; the mutant is `loads_come_before_the_fills_that_they_need`.
     "a_fill_that_was_never_given_is_stale": (

@@ -366,7 +366,7 @@ class SimScheduler:
         return tables, fresh
 
     def _look_up(self, request: Request, local: int, sources: int) -> LookUp:
-        """By vLLM's rule, which tests/unit/manager/test_boundary.py compares with vLLM's own."""
+        """By vLLM's rule, which tests/unit/manager/test_groups.py compares with vLLM's own."""
         groups = self._knobs.groups
         by_group = [request.keys(group) for group in groups]
         hits: list[bytes] = []

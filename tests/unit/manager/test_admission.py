@@ -1,15 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Admission: load or recompute, decided from rates and the time of earlier loads."""
+"""Load or recompute: the rates of reading and of prefill, and when a load is overdue."""
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
 
+from vllm_nvmeof_offload.errors import (
+    CANCELLED,
+    CHECKSUM_MISMATCH,
+    DEADLINE,
+    STALE,
+    Outcome,
+    io_error,
+)
+from vllm_nvmeof_offload.manager.core import Source
 from vllm_nvmeof_offload.manager.handshake import CoreConfig
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Decision
+from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
+from vllm_nvmeof_offload.protocol import CancelCommand, OpReport, target_of
+
+from .bench import Bench, keys_of
+from .test_holds import HoldsBench
 
 SLOT_BYTES = 1_000_000
 TOKENS_PER_CHUNK = 100
@@ -372,3 +387,497 @@ def test_a_small_load_that_lost_little_time_does_not_disappoint(
     rig = AdmissionRig(mb_per_s=[100.0])
     rig.load(seconds, 1)
     assert rig.admission.reading is reading
+
+
+# -- when a load is overdue, and how its time changes the estimates -------------------
+
+#: How slow a load or a probe counts of which nothing came, and for which no time was predicted.
+HANGS = 16.0
+
+
+def slowness(bench: Bench) -> float:
+    return bench.core.gauges()["load_slowness"]
+
+
+class Watch:
+    """A core with loads that have limits, and a model that computes prompts."""
+
+    def __init__(self, chunks: int = 4) -> None:
+        self.bench = HoldsBench()
+        self.core = self.bench.core
+        self.bench.in_the_pool(*range(chunks))
+        self.core.take_commands()
+
+    def load(self, number: int, limit_s: float | None) -> int:
+        return self.core.prepare_load(keys_of(number), limit_s).op
+
+    def cut(self, now_s: float, prompts_s: float = 0.0) -> list[int]:
+        """The loads that a step cuts off at this time."""
+        self.bench.now_s, self.bench.prompts_s = now_s, prompts_s
+        self.core.turn()
+        commands = self.core.take_commands()
+        return [command.target_op for command in commands if isinstance(command, CancelCommand)]
+
+
+def test_the_time_in_which_prompts_are_computed_does_not_count() -> None:
+    """This includes the step that brings the load: nothing is read before it ends."""
+    watch = Watch()
+    op = watch.load(0, 1.0)
+    assert watch.cut(50.0, prompts_s=50.0) == []
+    assert watch.cut(51.0, prompts_s=50.0) == []
+    assert watch.cut(51.1, prompts_s=50.0) == [op]
+    assert watch.cut(99.0, prompts_s=50.0) == [], "named once"
+
+
+def test_each_load_has_its_own_beginning_and_limit() -> None:
+    watch = Watch()
+    ops = [watch.load(number, limit_s) for number, limit_s in enumerate((3.0, 1.0, 2.0))]
+    assert watch.cut(0.9) == []
+    late = watch.load(3, 1.0)
+    assert watch.cut(1.5) == [ops[1]]
+    assert watch.cut(1.95) == [late]
+    assert watch.cut(2.5) == [ops[2]]
+    assert watch.cut(3.5) == [ops[0]]
+
+
+def test_a_load_without_a_limit_is_never_cut_off() -> None:
+    watch = Watch()
+    watch.load(0, None)
+    assert watch.cut(1e6) == []
+
+
+def test_a_finished_load_is_not_overdue() -> None:
+    watch = Watch()
+    op = watch.load(0, 1.0)
+    watch.bench.done(op)
+    assert watch.cut(99.0) == []
+
+
+def test_a_load_that_takes_longer_than_its_limit_is_cut_off_and_teaches() -> None:
+    bench = HoldsBench()
+    core = bench.core
+    core.admission.prefill_rate = 100.0
+    bench.in_the_pool(0, 1)
+    core.take_commands()
+    command = core.prepare_load(keys_of(0, 1), limit_s=0.5, predicted_s=0.1)
+    core.turn()
+    bench.now_s = 0.4
+    core.turn()
+    assert core.take_commands() == []
+    bench.now_s = 0.6
+    core.turn()
+    (cancel,) = core.take_commands()
+    assert isinstance(cancel, CancelCommand)
+    assert (cancel.target_op, cancel.indexes) == (command.op, None), "all of it"
+    assert core.counters["loads_cut"] == 1
+    bench.report(command.op, (0, CANCELLED), (1, CANCELLED))
+    assert slowness(bench) == pytest.approx(6), "at once, because it is at least so slow"
+    assert bench.hits([0, 1]) == [0, 1]
+    assert bench.source(0) is Source.POOL
+
+
+def test_queued_reads_are_counted_in_bytes_per_lane() -> None:
+    bench = HoldsBench(targets=2, tokens_per_chunk=10)
+    bench.in_the_pool(0, 1, 2)
+    slot_bytes = bench.core.capacity.slot_bytes
+    lanes = [sum(target_of(bench.slots(n)[1]) == lane for n in (0, 1)) for lane in (0, 1)]
+    in_both = next(n for n in range(100, 200) if bench.source(n) is Source.CPU)
+    found = bench.core.find(keys_of(in_both, 0, 1))
+    assert (found.leading_cpu, found.tokens) == (1, 20)
+    assert found.read_bytes == [count * slot_bytes for count in lanes]
+    assert found.queued_bytes == [0, 0]
+    command = bench.load(0, 1)
+    assert bench.core.find(keys_of(2)).queued_bytes == found.read_bytes
+    bench.done(command.op)
+    assert bench.core.find(keys_of(2)).queued_bytes == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("computed_s", "expected"), [(0.0, (1 + 6) / 2), (0.25, (1 + 3.5) / 2), (0.55, (1 + 0.5) / 2)]
+)
+def test_prefill_time_of_other_requests_does_not_count_against_a_load(
+    computed_s: float, expected: float
+) -> None:
+    bench = HoldsBench()
+    bench.prompts_s = 100.0
+    bench.in_the_pool(0)
+    bench.prompts_s = 200.0
+    op = bench.core.prepare_load(keys_of(0), 0.3, predicted_s=0.1).op
+    bench.prompts_s += computed_s
+    bench.now_s += 0.6
+    bench.core.report([OpReport(op)])
+    assert slowness(bench) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.5, 1.0])
+def test_prompts_computed_after_a_load_has_ended_do_not_make_it_look_fast(after_s: float) -> None:
+    """Its report waits for the step that computes them. The load takes 1 s, and computing 0.4 s."""
+    bench = HoldsBench(tokens_per_chunk=100)
+    core, bench.prompts_s = bench.core, 100.0
+    bench.in_the_pool(*range(4))
+    load = core.prepare_load(keys_of(*range(4)), 0.8, predicted_s=0.2)
+    bench.now_s += 1.0
+    bench.now_s += after_s
+    bench.prompts_s += after_s
+    bench.report(load.op, seconds=1.0)
+    assert slowness(bench) == pytest.approx((1 + 5) / 2)
+    assert not core.admission.reading
+
+
+def test_a_load_takes_until_the_step_in_which_its_request_can_run() -> None:
+    """The copy takes 20 ms. The step before it and the one that reports it take 30 ms each, so that
+    the load takes 20 ms longer than computing."""
+    bench = HoldsBench(tokens_per_chunk=100, land_cache_share=0.0)
+    core = bench.core
+    bench.in_the_pool(*range(4))
+    find, admission = core.find(keys_of(*range(4))), core.admission
+    admission.read_rates, admission.prefill_rate = [find.read_bytes[0] / 0.02], 400 / 0.13
+
+    loads = 0
+    while loads < 9:
+        decision = admission.decide(find.read_bytes, find.queued_bytes, find.tokens)
+        if not decision.load:
+            break
+        assert decision.predicted_s == pytest.approx(0.02)
+        load = core.prepare_load(
+            keys_of(*range(4)), decision.limit_s, predicted_s=decision.predicted_s
+        )
+        bench.now_s += 0.03 + 0.02 + 0.1
+        bench.report(load.op, seconds=0.02)
+        loads += 1
+    assert loads == 2, "the first one moved the estimate half of the way"
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_cutting_off_a_load_does_not_doom_a_chunk_that_another_load_waits_for(first: int) -> None:
+    """The order of the two reports does not matter: neither load read the pool's copy."""
+    bench = Bench(cache=8, pool=16, land_cache_share=1.0)
+    bench.store(1, 2, 3)
+    bench.write_all()
+    bench.store(4, 5, 6, 7, 8, 9, 10, 11)
+    bench.write_all()
+    assert bench.source(1) is Source.POOL
+    lands, waits = bench.load(1), bench.load(1)
+    assert (lands.batch.places[0] >= 0, waits.batch.places[0]) == (True, -1)
+    reports = [(lands.op, CANCELLED), (waits.op, STALE)]
+    for op, outcome in (reports[first], reports[1 - first]):
+        bench.done(op, (0, outcome))
+    assert bench.source(1) is Source.POOL
+    assert bench.core.gauges()["cache_slots_in_use"] == 0
+
+
+def test_a_cache_slot_with_the_wrong_content_says_nothing_of_the_pools_copy() -> None:
+    bench = Bench(cache=4, pool=4)
+    bench.store(1)
+    bench.write_all()
+    bench.done(bench.load(1).op, (0, STALE))
+    assert bench.source(1) is Source.POOL
+    gauges = bench.core.gauges()
+    assert (gauges["slots_used", "cache"], gauges["slots_used", "pool"]) == (0, 1)
+
+
+def test_a_cache_slot_with_the_wrong_content_dooms_a_chunk_that_is_nowhere_else() -> None:
+    bench = Bench(cache=4, pool=0)
+    bench.store(1)
+    bench.done(bench.load(1).op, (0, STALE))
+    assert bench.source(1) is None
+
+
+@pytest.mark.parametrize(
+    ("outcome", "seconds", "expected"),
+    [
+        (io_error(errno.EIO), 0.7, 1.0),  # at once or not, it is no measurement of reading
+        (CANCELLED, 0.7, 1.0),  # by a reset, not by its limit
+        (DEADLINE, 5.0, 10.0),  # at least so slow
+        (CHECKSUM_MISMATCH, 0.3, (1 + 0.6) / 2),  # it was read to its end
+    ],
+)
+def test_a_failed_load_changes_the_slowness_by_its_outcome(
+    outcome: Outcome, seconds: float, expected: float
+) -> None:
+    bench = HoldsBench()
+    bench.in_the_pool(0)
+    command = bench.core.prepare_load(keys_of(0), limit_s=10.0, predicted_s=0.5)
+    bench.now_s += seconds
+    bench.report(command.op, (0, outcome))
+    assert slowness(bench) == pytest.approx(expected)
+
+
+def test_a_probe_that_met_its_deadline_teaches_that_the_pool_is_slow() -> None:
+    bench = HoldsBench()
+    bench.in_the_pool(0)
+    bench.core.reload.probe(keys_of(0))
+    fetch = bench.fetch()
+    bench.now_s += 5.0
+    bench.report(fetch.op, (0, DEADLINE), released=False)
+    assert slowness(bench) == pytest.approx((1 + HANGS) / 2)
+
+
+def test_a_probe_counts_once_when_all_of_its_chunks_have_come() -> None:
+    bench = HoldsBench()
+    bench.in_the_pool(0, 1, 2, 3)
+    bench.core.admission.slowness = 4.5
+    bench.core.reload.probe(keys_of(0, 1, 2))
+    fetch = bench.fetch()
+    for row in range(3):
+        assert slowness(bench) == 4.5
+        bench.report(fetch.op, rows=[row])
+    assert slowness(bench) == pytest.approx(2.5)
+    bench.core.reload.probe(keys_of(3))
+    fetch = bench.fetch()
+    bench.report(fetch.op, (0, io_error(errno.EIO)))
+    assert slowness(bench) == pytest.approx(2.5), "it is no measurement of reading"
+
+
+# -- the time of steps and the rate of prefill, with an engine that schedules ahead ---
+
+
+class Engine:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.meter = StepMeter(lambda: self.now_s)
+
+    def scheduled(self, now_s: float, *tokens: int) -> None:
+        self.now_s = now_s
+        self.meter.scheduled({f"r{number}": count for number, count in enumerate(tokens)})
+
+    def prompt(self, tokens: int, *, step_tokens: int, token_s: float, pair_s: float) -> None:
+        """Compute a prompt in steps: a token takes `token_s`, and `pair_s` for each before it."""
+        for before in range(0, tokens, step_tokens):
+            count = min(step_tokens, tokens - before)
+            self.meter.scheduled({"a": count}, lambda before=before: {"a": before})
+            self.ended(self.now_s + count * (token_s + pair_s * (before + count / 2)))
+
+    def token_s(self, tokens: int, before: int) -> float:
+        """What admission makes of the measurements."""
+        admission = Admission(CoreConfig(), [1.0])
+        admission.prefill_rate, admission.prefill_depth = self.meter.prefill_rate, self.meter.depth
+        admission.depth_s = self.meter.depth_s
+        return admission.token_s(tokens, before)
+
+    def ended(self, now_s: float) -> None:
+        self.now_s = now_s
+        self.meter.ended()
+
+    def figures(self) -> tuple[int, float, int]:
+        return self.meter.steps, round(self.meter.seconds, 9), self.meter.tokens
+
+
+def test_a_step_lasts_from_its_scheduling_to_its_output() -> None:
+    engine = Engine()
+    engine.scheduled(1.0, 100)
+    engine.ended(1.5)
+    engine.scheduled(7.0, 1, 1)
+    engine.ended(7.1)
+    assert engine.figures() == (2, 0.6, 102)
+
+
+def test_a_step_scheduled_ahead_lasts_from_the_end_of_the_previous_one() -> None:
+    engine = Engine()
+    engine.scheduled(0.0, 100)
+    engine.scheduled(0.1, 120)
+    engine.ended(1.0)
+    engine.scheduled(1.1, 80)
+    engine.ended(3.0)
+    engine.ended(4.0)
+    assert engine.figures() == (3, 4.0, 300)
+    assert engine.meter.prefill_rate == pytest.approx(
+        (0.64 * 100 + 0.8 * 120 + 80) / (0.64 * 1 + 0.8 * 2 + 1)
+    )
+
+
+def test_empty_steps_do_not_count_and_take_no_time_from_others() -> None:
+    engine = Engine()
+    engine.scheduled(0.0)
+    engine.ended(0.5)
+    engine.scheduled(0.6, 64)
+    engine.scheduled(0.7)
+    engine.ended(0.8)
+    engine.ended(0.9)
+    assert engine.figures() == (1, 0.2, 64)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "counts"),
+    [
+        ((1, 1, 1), False),
+        ((63,), False),
+        ((64,), True),
+        ((32, 32), True),
+        ((64, 1, 1, 1, 1), True),
+        ((79, 1, 1, 1, 1, 1), False),  # 16 for each that decodes
+        ((80, 1, 1, 1, 1, 1), True),
+        ((), False),
+    ],
+)
+def test_steps_that_mostly_compute_prompts_give_the_prefill_rate(
+    tokens: tuple[int, ...], counts: bool
+) -> None:
+    engine = Engine()
+    engine.scheduled(0.0, *tokens)
+    engine.ended(2.0)
+    assert engine.meter.prefill_rate == (sum(tokens) / 2.0 if counts else 0.0)
+
+
+def test_speculative_decoding_is_not_prefill() -> None:
+    engine = Engine()
+    engine.scheduled(0.0, 8192)
+    engine.ended(1.0)
+    for step in range(20):
+        engine.scheduled(1.0 + step, *[5] * 32)
+        engine.ended(2.0 + step)
+    assert engine.meter.prefill_rate == 8192
+
+
+def test_old_samples_fade() -> None:
+    engine = Engine()
+    for step in range(40):
+        rate = 1000 if step < 20 else 4000
+        engine.scheduled(float(step), rate)
+        engine.ended(step + 1.0)
+    assert engine.meter.prefill_rate == pytest.approx(4000, rel=0.02)
+
+
+def test_the_small_steps_of_a_server_that_loads_do_not_make_computing_look_slow() -> None:
+    """A step takes 0.1 s plus 1 ms per token, so the rest of a prompt by itself takes longer
+    per token.
+    """
+    engine = Engine()
+    engine.scheduled(0.0, 2000)
+    engine.ended(2.1)
+    for _ in range(100):
+        engine.scheduled(engine.now_s, 80)
+        engine.ended(engine.now_s + 0.18)
+    assert engine.meter.prefill_rate == pytest.approx(2000 / 2.1)
+    engine.scheduled(engine.now_s, 1900)
+    engine.ended(engine.now_s + 4.2)
+    assert engine.meter.prefill_rate == pytest.approx((0.8 * 2000 + 1900) / (0.8 * 2.1 + 4.2))
+
+
+def test_prefill_time_is_counted() -> None:
+    engine = Engine()
+    assert engine.meter.prompts_s() == 0.0
+    engine.scheduled(1.0, 100)
+    engine.now_s = 1.5
+    assert engine.meter.prompts_s() == 0.5, "the step that is under way"
+    engine.ended(2.0)
+    engine.now_s = 9.0
+    assert engine.meter.prompts_s() == 1.0, "nothing runs"
+    engine.scheduled(9.0, 1, 1, 1)
+    engine.ended(10.0)
+    assert engine.meter.prompts_s() == 1.0, "only decodes"
+    engine.scheduled(10.0, 97, 1, 1, 1)
+    engine.scheduled(10.5, 50)
+    engine.ended(11.0)
+    assert engine.meter.prompts_s() == pytest.approx(1.97), "their share"
+    engine.now_s = 12.0
+    assert engine.meter.prompts_s() == pytest.approx(2.97), "since the step before has ended"
+    engine.meter.clear()
+    assert engine.meter.prompts_s() == pytest.approx(2.97)
+
+
+def test_the_longest_recent_step_is_counted_without_its_prompts() -> None:
+    engine = Engine()
+    engine.scheduled(0.0, 1, 1)
+    engine.ended(0.3)
+    engine.scheduled(0.3, 1, 1)
+    engine.ended(0.4)
+    assert engine.meter.decode_s == pytest.approx(0.8 * 0.3)
+    engine.scheduled(0.4, 1000)
+    engine.ended(9.0)
+    assert engine.meter.decode_s == pytest.approx(0.64 * 0.3), "prompts do not count"
+
+
+def test_restarting_the_count_keeps_the_learned_rate() -> None:
+    engine = Engine()
+    engine.scheduled(0.0, 500)
+    engine.ended(1.0)
+    engine.scheduled(1.0, 500)
+    engine.meter.clear()
+    assert engine.figures() == (0, 0.0, 0)
+    assert engine.meter.prefill_rate == 500
+    engine.ended(2.0)
+    assert engine.figures() == (1, 1.0, 500)
+
+
+def test_unmatched_outputs_and_steps_are_ignored() -> None:
+    engine = Engine()
+    engine.ended(1.0)
+    for step in range(100):
+        engine.scheduled(float(step), 1)
+    for _ in range(100):
+        engine.ended(200.0)
+    assert engine.meter.steps == 8, "those that an engine may be ahead"
+
+
+def test_a_step_of_zero_time_does_not_change_the_rate() -> None:
+    engine = Engine()
+    engine.scheduled(0.0, 500)
+    engine.ended(0.0)
+    assert (engine.meter.prefill_rate, engine.meter.steps) == (0.0, 1)
+
+
+def test_tokens_behind_many_others_take_longer() -> None:
+    """As attention makes them: the end of a long prompt takes several times its beginning."""
+    engine = Engine()
+    for _ in range(3):
+        engine.prompt(32_768, step_tokens=8192, token_s=5e-6, pair_s=7e-10)
+    assert engine.meter.depth_s == pytest.approx(7e-10)
+    for tokens, before in ((8192, 0), (8192, 24_576), (1000, 100_000)):
+        expected = 5e-6 + 7e-10 * (before + tokens / 2)
+        assert engine.token_s(tokens, before) == pytest.approx(expected)
+    assert 8192 / engine.meter.prefill_rate > 1.5 * 8192 * engine.token_s(8192, 0)
+
+
+def test_short_prompts_in_between_leave_the_slope() -> None:
+    """Their steps are at one depth; the rate follows them, and what is deep still takes longer."""
+    engine = Engine()
+    engine.prompt(32_768, step_tokens=8192, token_s=5e-6, pair_s=7e-10)
+    for _ in range(500):
+        engine.prompt(8192, step_tokens=8192, token_s=5e-6, pair_s=7e-10)
+    assert engine.token_s(8192, 0) == pytest.approx(5e-6 + 7e-10 * 4096, rel=0.02)
+    assert engine.token_s(8192, 24_576) == pytest.approx(5e-6 + 7e-10 * 28_672, rel=0.02)
+
+
+def test_a_slower_model_is_followed_at_the_slope_that_is_known() -> None:
+    engine = Engine()
+    engine.prompt(32_768, step_tokens=8192, token_s=5e-6, pair_s=7e-10)
+    for _ in range(30):
+        engine.prompt(8192, step_tokens=8192, token_s=9e-6, pair_s=7e-10)
+    assert engine.token_s(8192, 0) == pytest.approx(9e-6 + 7e-10 * 4096, rel=0.05)
+
+
+@pytest.mark.parametrize("pair_s", [0.0, -1e-12])
+def test_a_rate_that_no_depth_lowers_has_no_slope(pair_s: float) -> None:
+    """Windows and states do not read what is far behind; a slope below 0 is noise."""
+    engine = Engine()
+    engine.prompt(32_768, step_tokens=8192, token_s=5e-6, pair_s=pair_s)
+    assert engine.meter.depth_s == pytest.approx(0.0, abs=1e-18)
+    assert engine.token_s(8192, 100_000) == pytest.approx(1 / engine.meter.prefill_rate)
+
+
+def test_depths_too_near_to_each_other_give_no_slope() -> None:
+    engine = Engine()
+    for number in range(20):
+        engine.meter.scheduled({"a": 1000}, lambda number=number: {"a": number % 2 * 400})
+        engine.ended(engine.now_s + 1.0 + number % 2)
+    assert engine.meter.depth_s == 0.0
+
+
+def test_a_steep_slope_leaves_the_first_tokens_a_time() -> None:
+    """Two slow steps at a depth, by chance: nothing is ever computed in no time."""
+    engine = Engine()
+    for before, seconds in ((0, 0.1), (9000, 5.0), (18_000, 20.0)) * 3:
+        engine.meter.scheduled({"a": 1000}, lambda before=before: {"a": before})
+        engine.ended(engine.now_s + seconds)
+    assert engine.token_s(1, 0) > 0
+
+
+def test_depths_are_asked_for_only_where_a_step_counts() -> None:
+    meter = StepMeter(lambda: 0.0)
+
+    def asked() -> dict[str, int]:
+        raise AssertionError("a step of decodes needs no depths")
+
+    meter.scheduled(dict.fromkeys("abcd", 1), asked)
+    meter.scheduled({"a": 17, **dict.fromkeys("bcdefgh", 1)}, asked)

@@ -47,8 +47,7 @@ from .test_groups import (
 )
 from .test_groups import T as TOKENS
 from .test_holds import HoldsBench
-from .test_remembered import ALL, QUESTION
-from .test_waiting_requests import Lobby, T
+from .test_waiting_requests import ALL, QUESTION, Lobby, T
 
 EIO, ENOENT = 5, 2
 

@@ -1,17 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holding and fetching in the real core: eviction, the end of a fetch, the counters."""
+"""Holding and fetching in the real core: eviction, the end of a fetch, cancels, several ranks."""
 
 from __future__ import annotations
 
 import errno
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, Outcome, io_error
 from vllm_nvmeof_offload.manager.core import Source
 from vllm_nvmeof_offload.manager.handshake import WritePolicy
 from vllm_nvmeof_offload.protocol import (
+    CancelCommand,
+    Command,
     FetchCommand,
+    OpReport,
     ResetCommand,
     Urgency,
+    WriteCommand,
 )
 
 from .bench import Bench, key, keys_of, numbers_of, release
@@ -264,3 +271,363 @@ def test_deadline_of_a_fetch_frees_its_slot_at_its_release() -> None:
     bench.core.reload.left("a")
     bench.core.report([release(fetch.op, 0)])
     bench.check_idle()
+
+
+# -- fetches that no request wants any more -------------------------------------------
+
+
+def cancels(commands: list[Command]) -> list[tuple[int, list[int]]]:
+    """The cancellations: (op, its rows). There is nothing else."""
+    found = []
+    for command in commands:
+        assert isinstance(command, CancelCommand) and command.indexes is not None
+        found.append((command.target_op, command.indexes.tolist()))
+    return found
+
+
+def test_an_unsent_fetch_is_dropped() -> None:
+    bench = HoldsBench()
+    bench.in_the_pool(0)
+    free = bench.core.gauges()["slots_used", "cache"]
+    bench.queued("a", 0)
+    bench.core.turn()
+    bench.core.reload.left("a")
+    assert bench.core.take_commands() == []
+    assert (bench.ended(), bench.source(0)) == ({"cancelled": 1}, Source.POOL)
+    assert bench.core.gauges()["slots_used", "cache"] == free - 1, "its victim is gone"
+    bench.check_idle()
+    bench.queued("b", 0)
+    fetch = bench.fetch()
+    bench.done(fetch.op)
+    assert bench.source(0) is Source.CPU
+
+
+def test_a_cancelled_fetch_is_in_the_pool_at_once_and_frees_its_slot_at_release() -> None:
+    bench = HoldsBench(cache=4, reload_cache_share=0.25)
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    fetch = bench.fetch()
+    bench.core.reload.left("a")
+    assert cancels(bench.core.take_commands()) == [(fetch.op, [0])]
+    assert (bench.source(0), bench.ended()) == (Source.POOL, {"cancelled": 1})
+    command = bench.load(0)
+    (place,), (slot,) = command.batch.places, command.batch.cache
+    assert place == fetch.batch.places[0]
+    assert slot != fetch.batch.cache[0]
+    stored = bench.core.prepare_store(keys_of(300, 301, 302, 303)).command
+    assert stored is not None
+    assert fetch.batch.cache[0] not in stored.batch.cache
+    bench.done(command.op)
+    bench.done(fetch.op)  # the read had already ended
+    assert bench.slots(0) == (slot, place), "its end changed nothing"
+    again = bench.core.prepare_store(keys_of(304)).command
+    assert again is not None
+    assert again.batch.cache[0] == fetch.batch.cache[0]
+    bench.done(stored.op)
+    bench.done(again.op)
+    bench.write_all()
+    bench.check_idle()
+
+
+def test_a_fetch_that_a_load_waits_for_is_not_cancelled() -> None:
+    bench = HoldsBench()
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    fetch = bench.fetch()
+    command = bench.load(0)
+    assert command.batch.places[0] == -1
+    bench.core.reload.left("a")
+    assert (bench.core.take_commands(), bench.ended()) == ([], {"used": 1})
+    bench.done(fetch.op)
+    bench.done(command.op)
+    assert bench.source(0) is Source.CPU
+    bench.check_idle()
+
+
+def test_a_fetch_that_another_request_loads_is_not_cancelled() -> None:
+    bench = HoldsBench()
+    bench.in_the_pool(0, 1)
+    bench.queued("waits", 0, 1)
+    fetch = bench.fetch()
+    loads = bench.load(0).op
+    bench.core.reload.left("waits")
+    assert cancels(bench.core.take_commands()) == [(fetch.op, [1])]
+    assert bench.ended() == {"used": 1, "cancelled": 1}
+    bench.done(fetch.op, (1, CANCELLED))
+    bench.done(loads)
+    assert (bench.source(0), bench.source(1)) == (Source.CPU, Source.POOL)
+    bench.check_idle()
+
+
+def test_a_dropped_fetch_leaves_the_others_of_its_step() -> None:
+    bench = HoldsBench()
+    bench.in_the_pool(0, 1, 2)
+    for name in range(3):
+        bench.queued(str(name), name)
+    bench.core.turn()
+    bench.core.reload.left("1")
+    fetch = bench.fetch()
+    assert numbers_of(fetch.batch.keys) == [0, 2]
+    bench.done(fetch.op)
+    assert [bench.source(n) for n in range(3)] == [Source.CPU, Source.POOL, Source.CPU]
+    for name in range(3):
+        bench.core.reload.left(str(name))
+    bench.check_idle()
+
+
+def test_a_load_that_took_an_unsent_fetch_is_all_that_waits_for_it() -> None:
+    bench = HoldsBench()
+    bench.in_the_pool(0)
+    bench.queued("a", 0)
+    bench.core.turn()
+    loads = bench.load(0).op
+    bench.core.reload.left("a")
+    bench.preempted("b", 0)  # holds the chunk, and is not what fetches it
+    fetch = bench.fetch()
+    bench.done(fetch.op)
+    bench.done(loads)
+    assert bench.source(0) is Source.CPU
+    bench.core.reload.left("b")
+    assert bench.ended() == {"used": 1}
+    bench.check_idle()
+
+
+def test_a_second_fetch_ignores_the_reports_of_a_cancelled_first_one() -> None:
+    bench = HoldsBench()
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    first = bench.fetch()
+    bench.core.reload.left("a")
+    bench.preempted("a", 0)
+    bench.core.turn()
+    cancel, second = bench.core.take_commands()
+    assert cancels([cancel]) == [(first.op, [0])]
+    assert isinstance(second, FetchCommand)
+    assert second.batch.cache[0] != first.batch.cache[0]
+    bench.done(first.op, (0, CANCELLED))
+    assert (bench.held(), bench.slots(0)[0]) == ([0], second.batch.cache[0])
+    assert bench.core.find(keys_of(0)).leading_cpu == 0, "it is being read still"
+    bench.done(second.op)
+    assert bench.core.find(keys_of(0)).leading_cpu == 1
+    bench.core.reload.left("a")
+    assert bench.ended() == {"cancelled": 1, "wasted": 1}
+    bench.check_idle()
+
+
+def test_a_read_that_was_cancelled_and_failed_dooms_the_chunk() -> None:
+    bench = HoldsBench()
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    first = bench.fetch()
+    bench.core.reload.left("a")
+    bench.preempted("b", 0)
+    bench.core.turn()
+    second = bench.core.take_commands()[1]
+    assert isinstance(second, FetchCommand)
+    bench.done(first.op, (0, CHECKSUM_MISMATCH))
+    assert (bench.source(0), bench.held()) == (None, [])
+    bench.done(second.op)
+    bench.core.reload.left("b")
+    assert bench.ended() == {"cancelled": 1, "failed": 1}
+    bench.check_idle()
+
+
+# -- two ranks, by cases and by random sequences --------------------------------------
+
+
+def test_one_rank_read_the_chunk_and_the_other_stopped() -> None:
+    bench = HoldsBench(ranks=2)
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    fetch = bench.fetch()
+    bench.core.report([OpReport(fetch.op)])
+    bench.core.reload.left("a")
+    assert cancels(bench.core.take_commands()) == [(fetch.op, [0])]
+    assert (bench.source(0), bench.core.gauges()["cache_slots_orphaned"]) == (Source.POOL, 1)
+    bench.report(fetch.op, (0, CANCELLED))
+    assert bench.source(0) is Source.POOL
+    assert bench.ended() == {"cancelled": 1}
+    bench.check_idle()
+
+
+def test_the_slot_of_a_cancelled_fetch_waits_for_the_last_rank() -> None:
+    bench = HoldsBench(ranks=2)
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    fetch = bench.fetch()
+    bench.core.reload.left("a")
+    bench.report(fetch.op, (0, CANCELLED))
+    bench.report(fetch.op, (0, CANCELLED), released=False)
+    # Its cache slot belongs to a chunk that failed: the kernel may still write into it.
+    assert bench.core.gauges()["cache_slots_orphaned"] == 1
+    bench.core.report([release(fetch.op, 0)])
+    bench.core.take_commands()
+    bench.check_idle()
+
+
+def test_one_rank_fails_a_fetch_that_another_cancelled() -> None:
+    bench = HoldsBench(ranks=2)
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    fetch = bench.fetch()
+    bench.core.reload.left("a")
+    bench.report(fetch.op, (0, CANCELLED))
+    bench.report(fetch.op, (0, io_error(errno.EIO)))
+    assert (bench.source(0), bench.ended()) == (None, {"cancelled": 1})
+    bench.core.take_commands()
+    bench.check_idle()
+
+
+def test_one_ranks_failure_ends_a_fetch_before_the_other_has_reported() -> None:
+    bench = HoldsBench(ranks=2)
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    fetch = bench.fetch()
+    bench.report(fetch.op, (0, CHECKSUM_MISMATCH))
+    assert (bench.source(0), bench.held(), bench.ended()) == (None, [], {"failed": 1})
+    bench.store(0)
+    bench.preempted("b", 0)
+    bench.core.turn()
+    bench.core.report([OpReport(fetch.op)])
+    assert bench.held() == [0], "the new chunk of that key is another one"
+    bench.core.reload.left("a")
+    bench.core.reload.left("b")
+    bench.write_all()
+    bench.check_idle()
+
+
+def test_a_fetch_ends_when_every_rank_has_reported_it() -> None:
+    bench = HoldsBench(ranks=2)
+    bench.in_the_pool(0)
+    bench.preempted("a", 0)
+    fetch = bench.fetch()
+    bench.core.report([OpReport(fetch.op)])
+    assert bench.core.find(keys_of(0)).leading_cpu == 0
+    bench.core.report([OpReport(fetch.op)])
+    assert bench.core.find(keys_of(0)).leading_cpu == 1
+    bench.core.reload.left("a")
+    bench.check_idle()
+
+
+class Storm:
+    """Random requests on a small core of two ranks that report row by row, in any order."""
+
+    def __init__(self) -> None:
+        self.bench = HoldsBench(cache=8, pool=12, ranks=2)
+        self.core = self.bench.core
+        self.owed: list[tuple[int, int, str]] = []  # (op, row, kind), for each rank
+        self.late: list[tuple[int, int]] = []
+        self.waiting: set[str] = set()
+
+    def owe(self, op: int, kind: str, rows: int = 1) -> None:
+        self.owed += [(op, row, kind) for row in range(rows) for _rank in (0, 1)]
+
+    def store(self, first: int, count: int) -> None:
+        plan = self.core.prepare_store(keys_of(*range(first, first + count)))
+        if plan.command is not None:
+            self.owe(plan.command.op, "store", len(plan.command.batch))
+
+    def load(self, first: int, count: int) -> None:
+        found: list[bytes] = []
+        for one in keys_of(*range(first, first + count)):
+            if self.core.lookup(one) is None:
+                break
+            found.append(one)
+        if found:
+            command = self.core.prepare_load(found, limit_s=1.0)
+            self.owe(command.op, "load", len(command.batch))
+
+    def wait(self, name: str, first: int, count: int, victim: bool) -> None:
+        self.core.reload.left(name)
+        (self.bench.preempted if victim else self.bench.queued)(name, *range(first, first + count))
+
+    def turn(self) -> None:
+        self.bench.now_s += 0.7
+        self.core.turn()
+
+    def step(self) -> None:
+        self.turn()
+        for command in self.core.take_commands():
+            if isinstance(command, WriteCommand | FetchCommand):
+                self.owe(command.op, type(command).__name__, len(command.batch))
+            elif isinstance(command, ResetCommand):
+                self.owe(command.op, "reset")
+
+    def report(self, which: int, how: int) -> None:
+        if not self.owed:
+            return
+        op, row, kind = self.owed.pop(which % len(self.owed))
+        failures: list[tuple[int, Outcome]] = []
+        released = True
+        if kind != "reset" and how % 5 == 1:
+            failures = [(row, CHECKSUM_MISMATCH if how % 2 else io_error(errno.EIO))]
+        elif kind in ("load", "FetchCommand") and how % 5 == 2:
+            failures = [(row, CANCELLED)]
+        elif kind in ("load", "FetchCommand", "WriteCommand") and how % 5 == 3:
+            failures, released = [(row, DEADLINE)], False
+            self.late.append((op, row))
+        self.bench.report(op, *failures, rows=[row], released=released, seconds=0.1)
+
+    def check(self) -> None:
+        gauges = self.core.gauges()
+        assert gauges["held_cache_slots", "reload"] <= 4
+        assert gauges["held_cache_slots", "queue"] <= 4
+        assert sum(self.bench.ended().values()) <= self.bench.begun()
+
+    def finish(self) -> None:
+        for name in "abcde":
+            self.core.reload.left(name)
+        for _ in range(200):
+            self.step()
+            while self.owed:
+                self.report(-1, 0)
+        while self.late:
+            op, row = self.late.pop()
+            self.core.report([release(op, row)])
+        self.step()
+        while self.owed:
+            self.report(-1, 0)
+        self.bench.check_idle()
+
+
+actions = st.lists(
+    st.tuples(
+        st.sampled_from(
+            ["store", "load", "wait", "leave", "turn", "step", "report", "probe", "reset"]
+        ),
+        st.integers(0, 29),
+        st.integers(0, 5),
+    ),
+    max_size=80,
+)
+
+
+@settings(max_examples=200)
+@given(actions)
+def test_nothing_is_held_or_pending_when_all_requests_have_left(
+    todo: list[tuple[str, int, int]],
+) -> None:
+    storm = Storm()
+    for what, number, count in todo:
+        name = "abcde"[number % 5]
+        match what:
+            case "store":
+                storm.store(number % 14, 1 + count)
+            case "load":
+                storm.load(number % 14, 1 + count)
+            case "wait":
+                storm.wait(name, number % 14, 1 + count, victim=bool(count % 2))
+            case "leave":
+                storm.core.reload.left(name)
+            case "turn":
+                storm.turn()
+            case "step":
+                storm.step()
+            case "report":
+                storm.report(number, number + count)
+            case "probe":
+                storm.core.reload.probe(keys_of(*range(number % 14, number % 14 + count)))
+            case "reset" if count == 0:
+                storm.core.reset()
+        storm.check()
+    storm.finish()

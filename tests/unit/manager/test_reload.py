@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Reason, ReloadScheduler
 
+from .bench import key as bench_key
 from .bench import keys_of
 
 #: Where a chunk is, as `FakeHolds.source` answers; 0: nowhere.
@@ -351,3 +357,487 @@ def test_aborts_before_and_between_turns_leave_nothing() -> None:
     assert rig.left("b") == ["cancel 3", "cancel 4"]
     assert rig.turn() == []
     assert (rig.holds.kept, rig.holds.fetching, len(rig.scheduler)) == ({}, 0, 0)
+
+
+# -- budgets, looks in one turn, fetches under way, and patience ----------------------
+
+#: The scheduler's bounds: looks per turn, and seconds until no request overtakes another.
+LOOKS_MAX = 4096
+PATIENCE_S = 5.0
+MIB = 1 << 20
+
+
+def test_ten_thousand_waiting_requests_cost_a_bounded_number_of_looks_per_turn() -> None:
+    rig = ReloadRig()
+    for number in range(10_000):
+        rig.queued(f"r{number}", range(3 * number, 3 * number + 3))
+    rig.preempted("v", range(100_000, 100_400), lambda _: True)
+    looks = 0
+    while rig.holds.looks < 400 + 10_000:
+        rig.turn()
+        assert 0 < rig.holds.looks - looks <= LOOKS_MAX
+        looks = rig.holds.looks
+    assert rig.turn() == []
+    assert rig.holds.looks == looks, "everybody was looked at once: nothing was there"
+
+
+def test_gpu_memory_is_asked_a_bounded_number_of_times_per_turn() -> None:
+    rig = ReloadRig()
+    asked: list[int] = []
+
+    def in_gpu(chunk: int) -> bool:
+        asked.append(chunk)
+        return chunk < 500
+
+    rig.holds.put(POOL, range(1000))
+    for number in range(8):
+        rig.scheduler.follow(f"p{number}", keys_of(*range(1000)), in_gpu)
+    rig.scheduler.follow("q", keys_of(*range(1000)), in_gpu, ())
+    fetched: list[str] = []
+    turns = 0
+    while not fetched:
+        before = len(asked)
+        fetched, turns = rig.turn(), turns + 1
+        assert 0 < len(asked) - before <= 256
+    assert fetched[0] == "fetch 500", "vLLM finds the chunks before it in GPU memory"
+    assert turns <= 1 + 8 * 501 // 256
+
+
+class Keys(list[bytes]):
+    """A list that can be seen to be forgotten."""
+
+
+def test_requests_that_left_are_forgotten_behind_a_head_that_waits() -> None:
+    rig = ReloadRig(queue=1)
+    rig.holds.put(POOL, range(2))
+    rig.queued("head", [0, 1])
+    kept = []
+    for number in range(100):
+        keys = Keys(keys_of(100 + number))
+        kept.append(weakref.ref(keys))
+        rig.scheduler.follow(f"r{number}", keys, not_in_gpu, ())
+        del keys
+        rig.turn()
+        rig.left(f"r{number}")
+    rig.turn()
+    assert sum(one() is not None for one in kept) <= 2
+    assert len(rig.scheduler) == 1
+
+
+def test_a_turn_without_progress_looks_at_few_chunks() -> None:
+    rig = ReloadRig(reload=1, queue=1)
+    rig.holds.put(POOL, range(4000))
+    for number in range(1000):
+        rig.queued(f"q{number}", [2 * number])
+        rig.preempted(f"p{number}", [2 * number + 1])
+    rig.turn()
+    looks = rig.holds.looks
+    rig.turn()
+    assert rig.holds.looks - looks == 2
+
+
+def test_a_long_victim_gets_its_turn_during_a_stream_of_short_ones() -> None:
+    rig = ReloadRig(reload=4)
+    rig.holds.put(POOL, range(1000))
+    rig.preempted("s0", [100, 101])
+    rig.preempted("s1", [102, 103])
+    assert len(rig.turn()) == 4
+    rig.preempted("long", range(6))
+    first_s = None
+    for tick in range(12):
+        rig.now_s = float(tick)
+        rig.left(f"s{tick}")
+        rig.preempted(f"s{tick + 2}", [104 + 2 * tick, 105 + 2 * tick])
+        if "fetch 0" in rig.turn():
+            first_s = rig.now_s
+    assert first_s == PATIENCE_S
+    assert set(keys_of(0, 1, 2, 3)) <= set(rig.holds.kept)
+
+
+def test_victims_past_their_patience_are_served_in_order_of_preemption() -> None:
+    rig = ReloadRig(reload=2)
+    rig.holds.put(POOL, range(100))
+    rig.preempted("first", [10, 11, 12])
+    rig.now_s = 1.0
+    rig.preempted("second", [20])
+    rig.now_s = 7.0
+    rig.preempted("third", [])
+    assert rig.turn() == ["fetch 10", "fetch 11"]
+    assert len(rig.scheduler) == 2, "a request without a full chunk is not followed"
+
+
+def test_a_budget_smaller_than_a_request_is_spent_on_its_head() -> None:
+    rig = ReloadRig(reload=2)
+    rig.holds.put(CPU, range(5))
+    rig.preempted("a", range(5))
+    assert rig.turn() == ["hold 0", "hold 1"]
+    assert rig.turn() == []
+    assert rig.left("a") == ["drop 0", "drop 1"]
+
+
+def test_a_hold_or_fetch_without_room_is_tried_again() -> None:
+    rig = ReloadRig()
+    rig.holds.put(CPU, range(3))
+    rig.holds.room = 1
+    rig.preempted("a", range(3))
+    assert rig.turn() == ["hold 0"]
+    rig.holds.room = 9
+    assert rig.turn() == ["hold 1", "hold 2"]
+
+
+def test_one_budget_can_be_off_while_the_other_is_on() -> None:
+    rig = ReloadRig(reload=0, queue=1)
+    rig.holds.put(POOL, range(3))
+    rig.queued("b", [0])
+    assert rig.turn() == ["fetch 0"]
+    rig.preempted("b", [0])
+    assert (rig.holds.did(), len(rig.scheduler)) == (["cancel 0"], 0)
+
+
+def test_without_a_budget_no_request_is_followed() -> None:
+    rig = ReloadRig(reload=0, queue=0)
+    rig.holds.put(POOL, range(3))
+    rig.preempted("a", range(3))
+    rig.queued("b", range(3))
+    assert (len(rig.scheduler), rig.turn(), rig.holds.looks) == (0, [], 0)
+
+
+def test_fetches_under_way_are_bounded_by_bytes_and_at_least_four() -> None:
+    for slot_bytes, fetches in ((64 * MIB, 4), (32 * MIB, 8), (1024 * MIB, 4)):
+        rig = ReloadRig(slot_bytes=slot_bytes)
+        rig.holds.put(POOL, range(16))
+        rig.queued("a", range(16))
+        assert len(rig.turn()) == fetches
+        assert rig.turn() == []
+        rig.holds.ended(0)
+        assert rig.turn() == [f"fetch {fetches}"]
+
+
+def test_fetches_for_the_queue_do_not_delay_a_reload() -> None:
+    rig = ReloadRig(slot_bytes=64 * MIB)
+    rig.holds.put(POOL, range(16))
+    rig.queued("new", range(8))
+    assert len(rig.turn()) == 4
+    rig.preempted("victim", [10, 11])
+    assert rig.turn() == ["fetch 10", "fetch 11"]
+
+
+def test_cached_chunks_of_many_victims_are_held_while_fetches_wait_for_each_other() -> None:
+    rig = ReloadRig(slot_bytes=64 * MIB)
+    rig.holds.put(POOL, range(10))
+    rig.holds.put(CPU, range(10, 22))
+    rig.preempted("pooled", range(10))
+    rig.preempted("cached", range(10, 22))
+    assert rig.turn()[8:] == [f"hold {n}" for n in range(10, 18)]
+
+
+def test_looking_again_at_old_victims_leaves_looks_for_new_ones() -> None:
+    rig = ReloadRig()
+    rig.holds.put(POOL, range(8000))
+    for name in range(3):
+        first = 2000 * name
+        rig.preempted(f"old{name}", range(first, first + 2000), lambda _: True)
+    for tick in range(100):  # for 10 s, a step each 10 ms
+        rig.now_s = 6.0 + 0.01 * tick
+        rig.turn()
+    rig.holds.put(CPU, [9000])
+    rig.preempted("new", [9000])
+    log: list[str] = []
+    for tick in range(300):
+        rig.now_s = 7.0 + 0.01 * tick
+        log += rig.turn()
+    assert log == ["hold 9000"]
+
+
+def test_a_single_victim_may_use_all_looks_of_a_turn() -> None:
+    rig = ReloadRig(reload=300)
+    rig.holds.put(POOL, range(200))
+    rig.preempted("a", range(200))
+    assert len(rig.turn()) == 200
+
+
+# -- changing GPU memory, probes, resets and other requests ---------------------------
+
+
+def test_chunks_that_all_left_gpu_memory_are_fetched_after_the_next_look_up() -> None:
+    rig = ReloadRig()
+    rig.holds.put(POOL, range(4))
+    rig.preempted("a", range(4), lambda _: True)
+    assert rig.turn() == []
+    rig.scheduler.looked_up("a", 4)
+    assert rig.turn() == [], "all of it is there still"
+    rig.scheduler.looked_up("a", 0)
+    assert rig.turn() == ["fetch 0", "fetch 1", "fetch 2", "fetch 3"]
+    looks = rig.holds.looks
+    rig.scheduler.looked_up("a", 0)
+    assert (rig.turn(), rig.holds.looks) == ([], looks), "once"
+
+
+def test_chunks_of_a_tail_that_left_gpu_memory_are_fetched_after_the_next_look_up() -> None:
+    """vLLM evicts a request's last blocks first: this is how it usually goes."""
+    rig = ReloadRig()
+    rig.holds.put(POOL, range(4))
+    rig.scheduler.follow("a", keys_of(*range(4)), lambda _: True, ())
+    assert rig.turn() == []
+    rig.scheduler.looked_up("a", 3)
+    assert rig.turn() == ["fetch 3"]
+    rig.scheduler.looked_up("a", 1)
+    assert rig.turn() == ["fetch 1", "fetch 2"]
+
+
+def test_a_victim_behind_the_head_is_fetched_for_when_its_blocks_are_overwritten() -> None:
+    rig = ReloadRig()
+    rig.holds.put(POOL, range(4))
+    in_gpu = {0, 1, 2, 3}
+    rig.preempted("a", range(4), lambda chunk: chunk in in_gpu)
+    assert rig.turn() == []
+    in_gpu -= {2, 3}
+    log: list[str] = []
+    for second in range(30):
+        rig.now_s = float(second)
+        log += rig.turn()
+    assert log == ["fetch 2", "fetch 3"]
+
+
+def test_look_ups_of_other_and_unfollowed_requests_change_nothing() -> None:
+    rig = ReloadRig()
+    rig.holds.put(POOL, range(2))
+    rig.queued("a", range(2))
+    rig.scheduler.looked_up("b", 0)
+    rig.scheduler.looked_up("a", 0)
+    assert rig.turn() == ["fetch 0", "fetch 1"]
+    rig.scheduler.looked_up("a", 0)
+    assert rig.turn() == []
+
+
+def test_a_request_looked_up_again_keeps_its_place_in_the_queue() -> None:
+    rig = ReloadRig(queue=1)
+    rig.holds.put(POOL, range(3))
+    rig.scheduler.follow("a", keys_of(0), lambda _: True, ())
+    assert rig.turn() == []
+    rig.queued("b", [1])
+    rig.scheduler.looked_up("a", 0)
+    assert rig.turn() == ["fetch 0"]
+
+
+def test_reset_forgets_all_requests_and_later_victims_are_followed() -> None:
+    rig = ReloadRig()
+    rig.holds.put(POOL, range(4))
+    rig.preempted("a", [0, 1])
+    rig.queued("b", [2])
+    rig.turn()
+    for key in list(rig.holds.kept):
+        rig.holds.lose(key)  # the real one releases everything that it holds
+    rig.scheduler.reset()
+    rig.holds.put(0, range(4))
+    assert (len(rig.scheduler), rig.turn(), rig.left("a", "b")) == (0, [], [])
+    rig.holds.put(CPU, [0])
+    rig.preempted("a", [0, 1])
+    assert rig.turn() == ["hold 0"]
+    assert rig.left("a") == ["drop 0"]
+
+
+def test_reset_between_two_turns_empties_the_line() -> None:
+    rig = ReloadRig(queue=1)
+    rig.holds.put(POOL, range(4))
+    rig.queued("a", [0])
+    rig.queued("b", [1])
+    assert rig.turn() == ["fetch 0"]
+    rig.holds.lose(*keys_of(0))
+    rig.scheduler.reset()
+    rig.queued("b", [2])  # the same name again
+    assert rig.turn() == ["fetch 2"]
+    rig.scheduler.looked_up("a", 0)
+    assert rig.turn() == []
+
+
+def test_a_probe_reads_a_few_pool_only_chunks_and_one_is_under_way_at_a_time() -> None:
+    rig = ReloadRig()
+    rig.holds.put(POOL, range(20))
+    rig.holds.put(CPU, [1])
+    rig.scheduler.probe(keys_of(*range(20)))
+    assert rig.turn() == ["fetch 0", "fetch 2", "fetch 3"]
+    rig.scheduler.probe(keys_of(*range(10, 20)))
+    assert rig.turn() == []
+    rig.holds.ended(0, 2, 3)
+    rig.scheduler.probe(keys_of(*range(10, 20)))
+    assert len(rig.turn()) == 4
+
+
+def test_a_probe_skips_held_and_missing_chunks() -> None:
+    rig = ReloadRig()
+    rig.holds.put(POOL, [0, 2])
+    rig.preempted("a", [0])
+    assert rig.turn() == ["fetch 0"]
+    rig.scheduler.probe(keys_of(0, 1, 2))
+    assert rig.turn() == ["fetch 2"]
+
+
+def test_a_request_reuses_the_read_of_a_probe() -> None:
+    rig = ReloadRig()
+    rig.holds.put(POOL, [0])
+    rig.scheduler.probe(keys_of(0))
+    assert rig.turn() == ["fetch 0"]
+    rig.preempted("a", [0])
+    assert rig.turn() == []
+    rig.holds.ended(0)
+    assert rig.left("a") == []
+    assert set(rig.holds.counts.values()) == {0}
+
+
+def test_a_chunk_that_failed_for_one_request_is_held_again_for_another() -> None:
+    rig = ReloadRig()
+    rig.holds.put(POOL, [0])
+    rig.preempted("a", [0])
+    assert rig.turn() == ["fetch 0"]
+    rig.holds.lose(*keys_of(0))
+    rig.holds.put(CPU, [0])  # stored again by another request
+    rig.preempted("b", [0])
+    assert rig.turn() == ["hold 0"]
+    assert rig.left("a") == []
+    assert rig.left("b") == ["drop 0"]
+    assert rig.holds.counts[Reason.RELOAD] == 0
+
+
+# -- random sequences -----------------------------------------------------------------
+
+_NAMES = [f"r{number}" for number in range(6)]
+_FETCHES_MAX = 4
+
+names = st.sampled_from(_NAMES)
+#: Prefixes: requests that begin alike share chunks.
+prefixes = st.builds(
+    lambda base, count: tuple(range(base * 10, base * 10 + count)),
+    st.integers(0, 2),
+    st.integers(0, 7),
+)
+orders = st.tuples(st.integers(0, 1), st.integers(0, 2))
+sources = st.sampled_from([CPU, POOL, 0])
+
+
+class ReloadMachine(RuleBasedStateMachine):
+    """Every fetch is counted from its start to its single end."""
+
+    @initialize(
+        reload=st.sampled_from([0, 1, 3, 9]),
+        queue=st.sampled_from([0, 1, 3, 9]),
+        where=st.dictionaries(st.integers(0, 29), st.sampled_from([CPU, POOL]), min_size=10),
+    )
+    def begin(self, reload: int, queue: int, where: dict[int, object]) -> None:
+        self.limits = {Reason.RELOAD: reload, Reason.QUEUE: queue, Reason.PROBE: 4}
+        self.rig = ReloadRig(reload, queue, slot_bytes=64 << 20)
+        self.holds = self.rig.holds
+        for number, source in where.items():
+            self.holds.put(source, [number])  # type: ignore[arg-type]
+        # requests that are followed, by this test's own account
+        self.keys: dict[str, set[bytes]] = {}
+        self.in_gpu: set[int] = set()
+        self.begun = self.ended = 0
+
+    def count(self) -> None:
+        for line in self.holds.did():
+            self.begun += line.startswith("fetch")
+            self.ended += line.startswith("cancel")
+
+    @rule(name=names, numbers=prefixes, order=orders)
+    def queued(self, name: str, numbers: tuple[int, ...], order: tuple[int, int]) -> None:
+        self.left(name)  # vLLM never adds a request that it has
+        in_gpu = self.in_gpu
+        self.rig.scheduler.follow(
+            name, keys_of(*numbers), lambda chunk: numbers[chunk] in in_gpu, order
+        )
+        self.keys[name] = set(keys_of(*numbers))
+
+    @rule(name=names, numbers=prefixes)
+    def preempted(self, name: str, numbers: tuple[int, ...]) -> None:
+        in_gpu = self.in_gpu
+        self.rig.preempted(name, numbers, lambda chunk: numbers[chunk] in in_gpu)
+        self.keys[name] = set(keys_of(*numbers))
+        self.count()
+
+    @rule(name=names)
+    def left(self, name: str) -> None:
+        self.rig.scheduler.left(name)
+        self.keys.pop(name, None)
+        self.count()
+
+    @rule(name=names, local=st.integers(0, 7))
+    def looked_up(self, name: str, local: int) -> None:
+        self.rig.scheduler.looked_up(name, local)
+
+    @rule(numbers=st.sets(st.integers(0, 29)))
+    def gpu_memory_changed(self, numbers: set[int]) -> None:
+        self.in_gpu.clear()
+        self.in_gpu |= numbers
+
+    @rule(seconds=st.sampled_from([0.1, 3.0, 6.0]), room=st.sampled_from([0, 2, 99]))
+    def turn(self, seconds: float, room: int) -> None:
+        self.rig.now_s += seconds
+        self.holds.room = max(room, len(self.holds.kept))
+        self.rig.scheduler.turn()
+        self.count()
+
+    @rule(numbers=prefixes)
+    def probe(self, numbers: tuple[int, ...]) -> None:
+        self.rig.scheduler.probe(keys_of(*numbers))
+        self.count()
+
+    @precondition(lambda self: self.holds.under_way)
+    @rule(data=st.data(), ok=st.booleans())
+    def fetch_ended(self, data: st.DataObject, ok: bool) -> None:
+        key = data.draw(st.sampled_from(sorted(self.holds.under_way)))
+        if ok:
+            self.holds.ended(int(key[:8]))
+        else:
+            self.holds.lose(key)
+            self.holds.put(0, [int(key[:8])])
+        self.ended += 1
+
+    @rule(number=st.integers(0, 29), source=sources)
+    def moved(self, number: int, source: object) -> None:
+        key = bench_key(number)
+        if key in self.holds.under_way or (key in self.holds.kept and source is POOL):
+            return  # what is held is not evicted
+        if not source and key in self.holds.kept:
+            self.holds.lose(key)  # doomed
+        self.holds.put(source, [number])  # type: ignore[arg-type]
+
+    @rule()
+    def reset(self) -> None:
+        self.ended += len(self.holds.under_way)
+        for key in list(self.holds.kept):
+            self.holds.lose(key)
+        self.holds.where.clear()
+        self.rig.scheduler.reset()
+        self.keys.clear()
+
+    @invariant()
+    def budgets_are_kept(self) -> None:
+        for reason, limit in self.limits.items():
+            assert 0 <= self.holds.counts[reason] <= limit
+        assert len(self.holds.under_way) == self.holds.fetching <= _FETCHES_MAX + 4
+        assert self.begun - self.ended == self.holds.fetching
+
+    @invariant()
+    def what_is_held_somebody_wants(self) -> None:
+        for key, reason in self.holds.kept.items():
+            wanted = any(key in keys for keys in self.keys.values())
+            assert wanted or reason is Reason.PROBE, key
+
+    def teardown(self) -> None:
+        if not hasattr(self, "rig"):
+            return
+        for name in _NAMES:
+            self.left(name)
+        for key in sorted(self.holds.under_way):  # probes belong to no request
+            self.holds.ended(int(key[:8]))
+            self.ended += 1
+        assert (self.holds.kept, len(self.rig.scheduler)) == ({}, 0)
+        assert self.begun == self.ended
+        looks = self.holds.looks
+        assert self.rig.turn() == []
+        assert self.holds.looks == looks, "no request is in line any more"
+
+
+TestReloadMachine = ReloadMachine.TestCase
+TestReloadMachine.settings = settings(max_examples=150, stateful_step_count=40)
