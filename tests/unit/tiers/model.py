@@ -8,12 +8,15 @@ all slots. `Model` has the part of the interface that the property test plays.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
 import vllm_nvmeof_offload.native as native
+from tests.chunks import cache_slot
+from vllm_nvmeof_offload.native import OwnerRecord
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
     member_of,
@@ -23,7 +26,94 @@ from vllm_nvmeof_offload.protocol import (
     target_of,
 )
 
-from .foreign_model import ForeignModel, Pair
+# -- what other engines have ----------------------------------------------------------
+
+NONE, SCANNING, COMPLETE, DEAD = range(4)
+TAG = b"our weights' tag"
+REFUSED_S = DISTRUSTED_S = 30.0
+
+#: Place and generation.
+Pair = tuple[int, int]
+
+
+@dataclass
+class ForeignModel:
+    """What other engines have: their rows are lists in a dictionary.
+
+    Which of a key's rows is borrowed is not a rule: the model is given the one that the native
+    tiers took, and asserts that it may be taken. targets: that are ours. now_s: the time.
+    """
+
+    targets: int = 1
+    now_s: float = 0.0
+    floor: int = 0
+    rows: dict[bytes, list[Pair]] = field(default_factory=dict)
+    owners: dict[int, OwnerRecord] = field(default_factory=dict)
+    refused: dict[Pair, float] = field(default_factory=dict)
+    distrusted: dict[int, float] = field(default_factory=dict)
+    ended: Counter[int] = field(default_factory=Counter)
+    failed: Counter[int] = field(default_factory=Counter)
+    attached: dict[int, bytes] = field(default_factory=dict)  # pool uuids, by owner
+    #: Owners that were used first since the attachments were taken.
+    used: list[int] = field(default_factory=list)
+
+    def accepts(self, owner: int) -> bool:
+        record = self.owners.get(owner)
+        if record is None or record.state not in (COMPLETE, DEAD) or record.tag != TAG:
+            return False
+        if self.attached.get(owner, record.pool_uuid) != record.pool_uuid:
+            return False
+        return record.version >= self.floor and self.now_s >= self.distrusted.get(owner, 0.0)
+
+    def rows_of(self, key: bytes, set_size: int) -> list[Pair]:
+        """The rows that may be borrowed. set_size: of the key's group."""
+        return [
+            (place, generation)
+            for place, generation in self.rows.get(key, ())
+            if self.accepts(owner_of(place))
+            and target_of(place) < self.targets
+            and member_of(place) in (EVERY_MEMBER, *(range(set_size) if set_size > 1 else ()))
+            and self.refused.get((place, generation), 0.0) <= self.now_s
+        ]
+
+    def has_elsewhere(self, key: bytes, set_size: int) -> bool:
+        """Whether an owner that lives has what may be borrowed."""
+        rows = self.rows_of(key, set_size)
+        return any(self.owners[owner_of(place)].state == COMPLETE for place, _ in rows)
+
+    def use(self, owner: int) -> None:
+        if owner not in self.attached:
+            self.attached[owner] = self.owners[owner].pool_uuid
+            self.used.append(owner)
+
+    def take_detachments(self) -> list[int]:
+        gone = [
+            owner
+            for owner, uuid in self.attached.items()
+            if self.owners[owner].state == NONE or self.owners[owner].pool_uuid != uuid
+        ]
+        for owner in gone:
+            del self.attached[owner]
+        return gone
+
+    def refuse(self, pair: Pair) -> None:
+        self.refused[pair] = self.now_s + REFUSED_S
+
+    def count(self, owner: int, *, ok: bool) -> None:
+        """A borrow has ended, and was not cancelled."""
+        self.ended[owner] += 1
+        self.failed[owner] += not ok
+        if self.ended[owner] >= 64 and self.failed[owner] / self.ended[owner] > 0.02:
+            self.distrusted[owner] = self.now_s + DISTRUSTED_S
+            self.ended[owner] = self.failed[owner] = 0
+        assert self.ended[owner] < 1024, "the counts are halved then"
+
+    def reset(self) -> None:
+        self.floor += 1
+        self.refused.clear()
+
+
+# -- one rank, undivided slots --------------------------------------------------------
 
 TABLE = {
     (state, event): after
@@ -77,7 +167,7 @@ class Chunk:
 class Slot:
     """users: operations on it. chunk: whose entry names it; None with users: it is an orphan.
 
-    row, member: of slots that may be divided, in `members_model`.
+    row, member: of slots that may be divided, in `MembersModel`.
     """
 
     number: int
@@ -586,3 +676,155 @@ class Model:
         if chunk.place is not None:
             self._leave_pool(chunk, retire=retire)
         del self.chunks[chunk.key]
+
+
+# -- slots that may be divided among the members of a set of ranks --------------------
+
+#: In a part that is wanted: any member.
+ANY = 254
+#: Victims, by member, among which a part that suits is looked for.
+VICTIMS_PER_MEMBER = 4
+
+
+class MembersModel(Model):
+    """Tiers whose slots may be divided among the members of a set of ranks.
+
+    Which free slot is taken is not a rule: the model takes the one that the native tiers took, and
+    asserts that it was free. Which chunks are evicted is a rule. set_sizes: by group. sample_every:
+    one chunk of so many is stored by all ranks.
+    """
+
+    def __init__(
+        self,
+        cache_slots: int,
+        pool_slots: int,
+        group_ids: Sequence[int],
+        set_sizes: Sequence[int],
+        sample_every: int,
+    ) -> None:
+        self.set_sizes = set_sizes
+        self.sample_every = sample_every
+        self.stored: Counter[int] = Counter()  # by group
+        #: The cache columns and places that the native tiers have given these chunks.
+        self.given: dict[tuple[bool, bytes], int] = {}
+        super().__init__(cache_slots, pool_slots, 3, group_ids)
+        members = range(max(set_sizes))
+        for row in range(cache_slots):
+            self.cache[row].row = row
+        for row in range(pool_slots):
+            self.pool[row].row = row
+        self.cache += [
+            Slot(cache_slot(row, member), row=row, member=member)
+            for row in range(cache_slots)
+            for member in members
+        ]
+        self.pool += [
+            Slot(place_of(0, row, member), row=row, member=member)
+            for row in range(pool_slots)
+            for member in members
+        ]
+        self._cached = {slot.number: slot for slot in self.cache}
+        self._pooled = {slot.number: slot for slot in self.pool}
+        #: For how many members a row is divided, by tier and row.
+        self.divided: dict[tuple[bool, int], int] = {}
+
+    # -- hooks of the model -----------------------------------------------------------
+
+    def reset(self) -> None:
+        super().reset()
+        self.stored.clear()
+
+    def rows_taken(self, slots: list[Slot]) -> int:
+        return len({slot.row for slot in slots if not slot.free})
+
+    def _cache_at(self, number: int) -> Slot:
+        return self._cached[number]
+
+    def _pool_at(self, place: int) -> Slot:
+        return self._pooled[place]
+
+    def _need_of_store(self, key: bytes) -> Need:
+        group = self.group(key)
+        assert group is not None
+        if self.set_sizes[group] == 1:
+            return Need(key)
+        self.stored[group] += 1
+        is_sample = self.stored[group] % self.sample_every == 0
+        return Need(key) if is_sample else Need(key, self.set_sizes[group], ANY)
+
+    def _set_size(self, key: bytes) -> int:
+        group = self.group(key)
+        assert group is not None
+        return self.set_sizes[group]
+
+    def _take(
+        self, slots: list[Slot], need: Need, spared: set[bytes], *, is_store: bool = False
+    ) -> Slot | None:
+        able: list[Slot] = []
+        for victims in self._victims(slots, spared, is_store=is_store):
+            able += victims
+            if self._free(slots, need) or self._make_room(slots, need, victims, able):
+                break
+        else:
+            return None
+        in_cache = slots is self.cache
+        slot = (self._cached if in_cache else self._pooled)[self.given[in_cache, need.key]]
+        assert slot in self._free(slots, need)
+        if slot.member != EVERY_MEMBER:
+            self.divided[slots is self.cache, slot.row] = need.set_size
+        return slot
+
+    # -- rows and parts ---------------------------------------------------------------
+
+    def _in_row(self, slots: list[Slot], row: int) -> list[Slot]:
+        """The whole slot, then its parts."""
+        return [slot for slot in slots if slot.row == row]
+
+    def _free(self, slots: list[Slot], need: Need) -> list[Slot]:
+        """The slots that `need` may take: parts of divided rows, else of free rows."""
+        parts, whole = [], []
+        for row in {slot.row for slot in slots}:
+            mine = self._in_row(slots, row)
+            fitting = [slot for slot in mine if slot.free and self._fits(slot, need)]
+            if all(slot.free for slot in mine):
+                whole += fitting
+            elif mine[0].free and self.divided[slots is self.cache, row] == need.set_size:
+                parts += fitting if need.set_size > 1 else []
+        return parts or whole
+
+    def _fits(self, slot: Slot, need: Need) -> bool:
+        if EVERY_MEMBER in (slot.member, need.member):
+            return slot.member == need.member
+        return slot.member < need.set_size and need.member in (ANY, slot.member)
+
+    def _suits(self, slots: list[Slot], victim: Slot, need: Need) -> bool:
+        """Whether `need` can be met once the victim is free."""
+        if all(slot is victim or slot.free for slot in self._in_row(slots, victim.row)):
+            return True
+        same = self.divided[slots is self.cache, victim.row] == need.set_size
+        return same and need.set_size > 1 and self._fits(victim, need)
+
+    def _make_room(
+        self, slots: list[Slot], need: Need, victims: list[Slot], able: list[Slot]
+    ) -> bool:
+        """Evict one of the victims, or all that is in a row of one of them, if it is `able`."""
+        window = 1 if need.member == EVERY_MEMBER else VICTIMS_PER_MEMBER * need.set_size
+        coming = iter(victims)
+        passed: list[Slot] = []
+        rows = 0
+        while True:
+            victim = next(coming, None) if len(passed) - rows < window else None
+            if victim is not None and self._suits(slots, victim, need):
+                self._evict(victim)
+                return True
+            if victim is not None:
+                passed.append(victim)
+            elif rows < len(passed):
+                taken = [s for s in self._in_row(slots, passed[rows].row) if not s.free]
+                if all(slot in able for slot in taken):
+                    for slot in taken:
+                        self._evict(slot)
+                    return True
+                rows += 1
+            else:
+                return False
