@@ -18,7 +18,7 @@ from vllm_nvmeof_bench.servers.server import ReservedPort
 
 from tests.process import needs_locked_memory
 from tests.unit.copies.fake_cuda import FakeCuda
-from tests.unit.pool.offline_kit import server, write_pool
+from tests.unit.pool.kit import server, write_pool
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.commands.doctor import host, measure
 from vllm_nvmeof_offload.commands.doctor.host import calibrate_gpus

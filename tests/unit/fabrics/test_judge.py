@@ -15,7 +15,7 @@ import rich.tree
 from rich.text import Text
 
 from tests.unit.fabrics.trees import Tree, local_nvme, one_path, two_paths, without_multipath
-from tests.unit.pool.offline_kit import write_pool
+from tests.unit.pool.kit import write_pool
 from vllm_nvmeof_offload.commands.doctor import examine, host
 from vllm_nvmeof_offload.commands.doctor.examine import Examined, examine_target, outline
 from vllm_nvmeof_offload.commands.doctor.host import nics_of

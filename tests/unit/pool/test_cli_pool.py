@@ -41,8 +41,17 @@ from vllm_nvmeof_offload.pool.ownership import hold
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.units import format_bytes
 
-from .kit import SLOT_BYTES, STORED, make_spec
-from .offline_kit import KEYSPACE, adopted, flip_payload, server, snapshot, write_pool
+from .kit import (
+    KEYSPACE,
+    SLOT_BYTES,
+    STORED,
+    adopted,
+    flip_payload,
+    make_spec,
+    server,
+    snapshot,
+    write_pool,
+)
 
 runner = CliRunner()
 

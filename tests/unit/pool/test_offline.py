@@ -1,32 +1,51 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, prefill and inspection of pools that no engine of this process has open."""
+"""Checks, prefill, inspection and removal of pools, beside a live server too."""
 
 from __future__ import annotations
 
 import os
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.slots import write_slot
+from tests.slots import table_at, write_slot
 from vllm_nvmeof_offload.commands.pool.check import check, exit_code
-from vllm_nvmeof_offload.commands.pool.offline import prefill
+from vllm_nvmeof_offload.commands.pool.offline import prefill, remove
 from vllm_nvmeof_offload.commands.pool.show import inspect_rank, inspect_slot, occupancy, summaries
-from vllm_nvmeof_offload.errors import PoolError
+from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
-from vllm_nvmeof_offload.pool.format import read_superblock, share_tag, write_superblock
+from vllm_nvmeof_offload.pool.format import (
+    encode_entry,
+    read_superblock,
+    share_tag,
+    write_superblock,
+)
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import find, survey
-from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.protocol import SlotIdentity, place_of
 
-from .kit import OTHER_TAG, PAYLOAD_BYTES, SLOT_BYTES, STORED, by_number, make_spec
-from .offline_kit import (
+from .kit import (
     KEYSPACE,
+    OTHER_TAG,
+    PAYLOAD_BYTES,
+    SLOT_BYTES,
+    STORED,
+    OpenPool,
     adopted,
+    by_number,
+    entries,
+    fill,
     flip,
     flip_header,
     flip_payload,
+    get,
+    make_spec,
+    name,
+    put,
+    server,
     snapshot,
     write_pool,
 )
@@ -305,6 +324,183 @@ def test_files_repaired_by_root_still_belong_to_the_server(tmp_path: Path) -> No
 
 def test_an_unknown_name_is_no_rank_directory(tmp_path: Path) -> None:
     """A copy beside the pool would otherwise be taken for the pool itself, twice."""
-    for name in ("engine-0/rank-0", "engine-00/rank-0", "engine-0/rank-00", "engine-\u0663/rank-1"):
-        (tmp_path / ("0" * 32) / name).mkdir(parents=True)
+    for one in ("engine-0/rank-0", "engine-00/rank-0", "engine-0/rank-00", "engine-\u0663/rank-1"):
+        (tmp_path / ("0" * 32) / one).mkdir(parents=True)
     assert [one.name for one in find([tmp_path])] == [f"{'0' * 32}/engine-0/rank-0"]
+
+
+# -- while a server runs that does not know of them -----------------------------------
+
+
+def test_beside_a_live_server_everything_is_read_only(tmp_path: Path) -> None:
+    places = [tmp_path / "t0", tmp_path / "t1"]
+    directories = write_pool(*places)
+    flip_payload(directories[1], 0)
+    settled: list[str] = []
+    with server(*places) as child:
+        before = snapshot(tmp_path)
+        for deep in (False, True):
+            with pytest.raises(PoolLockedError, match=rf"pid {child.pid} on host .*stop that"):
+                check(find(places), repair=True, deep=deep)
+        with pytest.raises(PoolLockedError, match=f"pid {child.pid} "):
+            prefill(find(places))
+        (one, other) = check(find(places), deep=True, settle=lambda: settled.append("waited"))
+        assert (exit_code([one]), exit_code([other])) == (0, 4)
+        assert settled == ["waited"]
+        assert [part.owner.kind for part in survey(find(places))] == ["live", "live"]
+        assert summaries(survey(find(places)))[0]["lease"]["page"]["pid"] == child.pid
+        assert snapshot(tmp_path) == before
+    # Killed, not stopped: its name is still there, and blocks no other server.
+    assert [part.owner.kind for part in survey(find(places))] == ["dead", "dead"]
+    assert exit_code(check(find(places), repair=True, deep=True)) == 1
+    assert [part.owner.kind for part in survey(find(places))] == ["free", "free"]
+
+
+@pytest.mark.parametrize("deep", [False, True])
+@pytest.mark.parametrize("torn", [flip_header, flip_payload])
+@pytest.mark.parametrize("ends", ["the write ends", "another key's entry comes", "never"])
+def test_only_lasting_damage_beside_a_server_is_reported(
+    tmp_path: Path, deep: bool, torn: Callable[[Path, int], None], ends: str
+) -> None:
+    """A slot that is being written looks torn, until its write and its entry are there."""
+    (directory,) = write_pool(tmp_path / "t")
+    newer = write_pool(tmp_path / "newer", stored={3: name(99)})[0]
+    waited: list[str] = []
+
+    def settle() -> None:
+        waited.append("waited")
+        if ends == "the write ends":
+            torn(directory, 3)  # the same bit again
+        elif ends == "another key's entry comes":
+            entry = (newer / "table").read_bytes()[3 * ENTRY : 4 * ENTRY]
+            with (directory / "table").open("r+b") as table:
+                table.seek(3 * ENTRY)
+                table.write(entry)
+
+    torn(directory, 3)
+    with server(tmp_path / "t"):
+        reports = check(find([tmp_path / "t"]), deep=deep, settle=settle)
+    seen = deep or torn is flip_header
+    assert waited == (["waited"] if seen else [])
+    assert exit_code(reports) == (4 if seen and ends == "never" else 0)
+
+
+def test_removal_refuses_foreign_files_and_then_deletes_nothing(tmp_path: Path) -> None:
+    write_pool(tmp_path / "a")
+    (foreign,) = write_pool(tmp_path / "b")
+    (foreign / "superblock").write_bytes(b"something else")
+    before = snapshot(tmp_path)
+    with pytest.raises(PoolError, match="by hand"):
+        remove(find([tmp_path / "a", tmp_path / "b"]))
+    with server(tmp_path / "a") as child, pytest.raises(PoolLockedError, match=f"{child.pid}"):
+        remove(find([tmp_path / "a"]))
+    assert snapshot(tmp_path).keys() == before.keys()
+
+
+# -- misplaced slots are found offline and never adopted ------------------------------
+
+ELSEWHERE = "slot holds what belongs in another place"
+
+
+def swap(one: Path, other: Path) -> None:
+    """Exchange two files' bytes."""
+    first, second = one.read_bytes(), other.read_bytes()
+    one.write_bytes(second)
+    other.write_bytes(first)
+
+
+def two_pools(place: Path, kind: str) -> list[Path]:
+    """Directories of two ranks of an engine, or of one rank of two; both hold `STORED`."""
+    if kind == "rank":
+        changes = [{"rank": 0, "world_size": 2}, {"rank": 1, "world_size": 2}]
+    else:
+        changes = [{"engine_index": 0}, {"engine_index": 1}]
+    return [write_pool(place, **change)[0] for change in changes]
+
+
+@pytest.mark.parametrize("kind", ["rank", "engine"])
+def test_exchanged_slabs_are_found_by_checks_and_inspection(tmp_path: Path, kind: str) -> None:
+    one, other = two_pools(tmp_path, kind)
+    assert exit_code(check(find([tmp_path]), deep=True)) == 0
+    swap(one / "slab", other / "slab")
+    for deep in (False, True):
+        for report in check(find([tmp_path]), deep=deep):
+            assert report.counts == {ELSEWHERE: len(STORED)}
+    (part,) = [part for part in survey(find([tmp_path])) if part.path == one]
+    found = inspect_slot(part, 7)
+    assert (found["payload"], found["verdict"]) == ("stale", ELSEWHERE)
+    assert found["header"]["place"]["slot"] == 7
+    assert found["header"]["place"]["rank"] == (1 if kind == "rank" else 0)
+    assert part.superblock is not None
+    assert found["header"]["place"]["region_uuid"] != part.superblock.place(7).region_uuid.hex()
+    swap(one / "slab", other / "slab")
+    assert exit_code(check(find([tmp_path]))) == 0, "nothing was written"
+    swap(one / "slab", other / "slab")
+    assert exit_code(check(find([tmp_path]), repair=True)) == 1
+    assert exit_code(check(find([tmp_path]))) == 0
+    assert adopted(tmp_path) == {}
+
+
+@pytest.mark.parametrize("left", [0, 3 * 64])
+def test_a_table_is_not_rebuilt_from_slots_that_belong_elsewhere(
+    open_pool: OpenPool, left: int
+) -> None:
+    pool = open_pool()
+    fill(pool)
+    directory = pool.directories[0]
+    data = (directory / "slab").read_bytes()
+    with (directory / "slab").open("r+b") as slab:  # 7's bytes, also where nothing was written
+        for at in (3, 5, 15):
+            slab.seek(at * SLOT_BYTES)
+            slab.write(data[7 * SLOT_BYTES : 8 * SLOT_BYTES])
+    os.truncate(directory / "table", left)
+    wanted = {slot: identity for slot, identity in STORED.items() if slot != 3}
+    assert entries(open_pool()) == wanted
+    assert entries(open_pool()) == wanted, "nor at the start after that"
+
+
+def test_the_slab_of_another_rank_is_not_adopted_from(tmp_path: Path) -> None:
+    one, other = two_pools(tmp_path, "rank")
+    swap(one / "slab", other / "slab")
+    for directory in (one, other):
+        (directory / "table").unlink()
+    pool = Pool.open(make_spec(tmp_path, keyspace=KEYSPACE, world_size=2))
+    assert (pool.directories, entries(pool)) == ((one,), {})
+    pool.close()
+
+
+def test_a_wrong_key_in_a_table_is_distinguished_from_a_wrong_place(open_pool: OpenPool) -> None:
+    pool = open_pool()
+    put(pool, 3, name(3))
+    fd, offset = table_at(pool, place_of(0, 3))
+    os.pwrite(fd, encode_entry(3, name(4), pool.stamp.epoch), offset)
+    pool.close()
+    assert check(find([pool.directories[0].parents[2]]))[0].counts == {"slot holds another key": 1}
+
+
+def test_a_whole_target_that_was_copied_or_moved_is_served(tmp_path: Path) -> None:
+    """Superblock, table and slab go together, so a moved target keeps its places."""
+    places = [tmp_path / "a", tmp_path / "b"]
+    write_pool(*places)
+    copies = [tmp_path / "copy-a", tmp_path / "copy-b"]
+    for place, copy in zip(places, copies, strict=True):
+        shutil.copytree(place, copy)
+    assert exit_code(check(find(copies), deep=True)) == 0
+    pool = Pool.open(make_spec(*copies, keyspace=KEYSPACE))
+    assert entries(pool) == STORED
+    assert get(pool, 7, STORED[7]) is not None
+    pool.close()
+
+
+@pytest.mark.parametrize("slot", [2, 3])
+def test_a_slot_of_another_target_is_not_taken_for_the_one_with_its_number(
+    tmp_path: Path, slot: int
+) -> None:
+    """Slots are numbered within a target, whose region proves them."""
+    one, other = write_pool(tmp_path / "a", tmp_path / "b", stored={2: name(1), 3: name(1)})
+    swap(one / "slab", other / "slab")
+    for report in check(find([tmp_path / "a", tmp_path / "b"])):
+        assert report.counts == {ELSEWHERE: 1}
+    pool = Pool.open(make_spec(tmp_path / "a", tmp_path / "b", keyspace=KEYSPACE))
+    assert get(pool, slot, name(1)) is None
+    pool.close()

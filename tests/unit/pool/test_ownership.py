@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several servers and their ranks on one target, each rank in a separate process."""
+"""Several servers and their ranks on one target, and servers that are dead or ending."""
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import signal
@@ -11,18 +12,32 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.elsewhere import living_elsewhere
+from tests.elsewhere import living_elsewhere, page_elsewhere, put_page
+from tests.wait import wait_until
+from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.commands.pool.offline import remove
 from vllm_nvmeof_offload.config import parse_config, resolve_pool_bytes
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool import ownership
-from vllm_nvmeof_offload.pool.lease import lease_of, read_lease
+from vllm_nvmeof_offload.pool.keeper import Region
+from vllm_nvmeof_offload.pool.lease import (
+    POLL_S,
+    TAKEOVER_S,
+    PageFile,
+    Permits,
+    Takeover,
+    boot_id,
+    lease_of,
+    read_lease,
+)
+from vllm_nvmeof_offload.pool.ownership import LOCAL
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import disk_bytes, find
 
@@ -249,3 +264,246 @@ def test_foreign_files_on_a_target_are_neither_counted_nor_read(
         f"{space}/engine-0",
         f"{space}/engine-0/rank-0",
     }
+
+
+# -- a server that starts while its killed predecessor still holds its locks ----------
+
+#: Its first thread ends on request; another one stays, as one does that waits in
+#: the kernel for a device, and with it the locks.
+ENDING_CHILD = """
+import sys, pathlib
+from tests.unit.first_thread import end_first_thread
+from tests.unit.pool.kit import make_spec
+from vllm_nvmeof_offload.pool.pool import Pool
+pool = Pool.open(make_spec(pathlib.Path(sys.argv[1]), engine=sys.argv[2], rank=int(sys.argv[3])))
+print(pool.engine_index, flush=True)
+sys.stdin.readline()
+end_first_thread()
+"""
+
+
+class Other:
+    """A server that holds engine 0, and can be made to end slowly."""
+
+    def __init__(self, target: Path, engine: str, rank: int) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", ENDING_CHILD, str(target), engine, str(rank)],
+            cwd=Path(__file__).resolve().parents[3],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.process.stdout is not None
+        assert self.process.stdout.readline() == "0\n"
+
+    def begin_to_end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("\n")
+        self.process.stdin.flush()
+        wait_until("its first thread's end", lambda: ownership.is_ending(self.process.pid))
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture(params=[("", 0), ("a", 1)], ids=["the same rank", "another rank"])
+def other(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Other]:
+    server = Other(tmp_path, *request.param)
+    yield server
+    server.end()
+
+
+class _Ender(logging.Handler):
+    """Ends the other server once ours logs that it waits."""
+
+    def __init__(self, other: Other) -> None:
+        super().__init__()
+        self._other = other
+
+    def emit(self, record: logging.LogRecord) -> None:
+        assert "waiting" in record.getMessage()
+        self._other.end()
+
+
+def test_the_pool_of_a_server_that_is_ending_is_waited_for(tmp_path: Path, other: Other) -> None:
+    other.begin_to_end()
+    ender = _Ender(other)
+    ours = logging.getLogger(LOGGER_NAME)
+    ours.addHandler(ender)
+    try:
+        pool = Pool.open(make_spec(tmp_path, engine="b"))
+    finally:
+        ours.removeHandler(ender)
+    assert other.process.returncode is not None, "it ended because ours waited"
+    assert pool.engine_index == 0
+    pool.close()
+
+
+def test_the_wait_for_an_ending_server_is_bounded(
+    tmp_path: Path,
+    other: Other,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ownership, "ENDING_WAIT_S_MAX", 0.3)
+    other.begin_to_end()
+    with caplog.at_level(logging.WARNING, LOGGER_NAME):
+        pool = Pool.open(make_spec(tmp_path, engine="b"))
+    assert pool.engine_index == 1
+    pool.close()
+    waits = [r for r in caplog.messages if "was killed and has not exited yet; waiting" in r]
+    assert len(waits) == 1
+
+
+def test_a_server_that_lives_is_not_waited_for(
+    tmp_path: Path, other: Other, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, LOGGER_NAME):
+        pool = Pool.open(make_spec(tmp_path, engine="b"))
+    assert pool.engine_index == 1
+    pool.close()
+    assert not caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("status", "expected"),
+    [
+        ("State:\tS (sleeping)\nSigPnd:\t0000000000000000\nShdPnd:\t0000000000000000\n", False),
+        ("State:\tD (disk sleep)\nSigPnd:\t0000000000000100\nShdPnd:\t0000000000000000\n", True),
+        ("State:\tD (disk sleep)\nSigPnd:\t0000000000000000\nShdPnd:\t0000000000000100\n", True),
+        ("State:\tD (disk sleep)\nSigPnd:\t0000000000004000\nShdPnd:\t0000000000000000\n", False),
+        ("State:\tZ (zombie)\n", True),
+        ("nothing that is known\n", False),
+    ],
+    ids=["lives", "killed", "killed as a whole", "asked to end", "no first thread", "unknown"],
+)
+def test_the_kernels_state_of_a_process_is_read(
+    tmp_path: Path, status: str, expected: bool
+) -> None:
+    (tmp_path / "4711").mkdir()
+    (tmp_path / "4711" / "status").write_text(status)
+    assert ownership.is_ending(4711, tmp_path) is expected
+    assert not ownership.is_ending(4712, tmp_path), "gone"
+    assert not ownership.is_ending(os.getpid()), "we live"
+
+
+def test_the_name_of_a_process_need_not_be_text(tmp_path: Path) -> None:
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "status").write_bytes(b"Name:\t\xff\xfe\nState:\tZ (zombie)\n")
+    assert ownership.is_ending(7, tmp_path)
+
+
+# -- a dead holder on another host, whatever that host's clock says -------------------
+
+
+class Elsewhere:
+    """Another host, and the time that passes while we wait. A live host renews its leases
+    meanwhile.
+    """
+
+    def __init__(self, directories: list[Path], *, lives: bool) -> None:
+        self.now_s = 0.0
+        self._paths, self._lives = [one / "lease" for one in directories], lives
+        self.takeover = Takeover(clock=lambda: self.now_s, wait=self.wait)
+        self.beat()
+
+    def beat(self) -> None:
+        self._beaten_s = self.now_s
+        for path in self._paths:
+            put_page(path, page_elsewhere(round(1000 * self.now_s)))
+
+    def wait(self, seconds: float) -> None:
+        self.now_s += seconds
+        if self._lives and self.now_s - self._beaten_s >= LOCAL.beat_s:
+            self.beat()
+
+    def claim(self, *directories: Path) -> list[Region]:
+        self.takeover.watch(directories)
+        leasings, permits = [LOCAL] * len(directories), Permits.new(len(directories))
+        claim = partial(ownership._claim_all, directories, leasings, self.takeover, permits)
+        found = self.takeover.settled(claim)
+        assert not isinstance(found, Path)
+        return found
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    ours = logging.getLogger(LOGGER_NAME)
+    ours.addHandler(caplog.handler)
+    yield caplog
+    ours.removeHandler(caplog.handler)
+
+
+def test_a_live_owner_is_refused(tmp_path: Path) -> None:
+    elsewhere = Elsewhere([tmp_path], lives=True)
+    with pytest.raises(PoolLockedError, match="pid 4711 on host elsewhere"):
+        elsewhere.claim(tmp_path)
+    assert elsewhere.now_s <= LOCAL.beat_s + 2 * POLL_S, "at its first sign of life"
+
+
+def test_a_dead_owner_is_taken_over_after_one_wait_for_all_its_directories(
+    tmp_path: Path, log: pytest.LogCaptureFixture
+) -> None:
+    places = [tmp_path / "one", tmp_path / "other"]
+    for place in places:
+        place.mkdir(0o700)
+    elsewhere = Elsewhere(places, lives=False)
+    for region in elsewhere.claim(*places):
+        region.release()
+    assert TAKEOVER_S <= elsewhere.now_s < TAKEOVER_S + 2 * POLL_S
+    warnings = {record.getMessage() for record in log.records}
+    assert len(warnings) == 1, warnings
+    assert "pid 4711 on host elsewhere" in warnings.pop()
+
+
+def test_an_owner_on_this_host_is_not_waited_for(tmp_path: Path) -> None:
+    elsewhere = Elsewhere([], lives=False)
+    put_page(tmp_path / "lease", page_elsewhere(boot=boot_id()))
+    for region in elsewhere.claim(tmp_path):
+        region.release()
+    assert elsewhere.now_s == 0
+
+
+def test_a_beat_is_seen_through_the_page_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another host's write reaches the device, while this kernel still shows its cached page."""
+    elsewhere = Elsewhere([tmp_path], lives=False)
+    real = PageFile.read
+
+    def read(self: PageFile) -> bytes:
+        if elsewhere.now_s >= LOCAL.beat_s:
+            elsewhere.beat()
+        return real(self)
+
+    monkeypatch.setattr(PageFile, "read", read)
+    with pytest.raises(PoolLockedError, match="elsewhere"):
+        elsewhere.claim(tmp_path)
+
+
+@pytest.mark.parametrize("engine", ["", "b"])
+def test_a_pool_of_a_host_that_lives_is_not_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    """Rank 0 meets a lease in its own directory, or in that of another rank."""
+    pools = [Pool.open(make_spec(tmp_path, engine="a", rank=rank)) for rank in (0, 1)]
+    for pool in pools:
+        pool.close()
+    elsewhere = Elsewhere([pool.directories[0] for pool in pools], lives=True)
+    monkeypatch.setattr(ownership, "Takeover", lambda _: elsewhere.takeover)
+    monkeypatch.setattr(ownership.time, "sleep", elsewhere.wait)
+    with pytest.raises(PoolLockedError, match="pid 4711 on host elsewhere"):
+        Pool.open(make_spec(tmp_path, engine=engine, rank=0))
+
+
+def test_a_dead_hosts_pool_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools = [Pool.open(make_spec(tmp_path, engine="a", rank=rank)) for rank in (0, 1)]
+    places = [pool.directories[0] for pool in pools]
+    for pool in pools:
+        pool.close()
+    Elsewhere(places, lives=False)
+    monkeypatch.setattr(ownership, "Takeover", lambda _: Takeover(0.01))
+    pool = Pool.open(make_spec(tmp_path, engine="b", rank=0))
+    assert pool.directories[0] == places[0]
+    pool.close()

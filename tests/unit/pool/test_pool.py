@@ -4,28 +4,45 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
 import os
+import resource
+import stat
 import subprocess
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from crc32c import crc32c
 
-from tests.resets import reset
+from tests.resets import Superblocks, reset
 from tests.slots import read_slot, table_at, write_slot
-from vllm_nvmeof_offload.errors import OK, STALE, PoolError, io_error
+from tests.wait import wait_until
+from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE, PoolError, PoolLockedError, io_error
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
+from vllm_nvmeof_offload.limits import space_bytes
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.handshake import agree
+from vllm_nvmeof_offload.pool import pool as superblock_writer
+from vllm_nvmeof_offload.pool import slab
 from vllm_nvmeof_offload.pool.format import (
     Keyspace,
     Stamp,
     StoredGroup,
     Superblock,
     encode_entry,
+    read_superblock,
+    write_superblock,
 )
-from vllm_nvmeof_offload.protocol import RankHello, SlotIdentity, place_of
+from vllm_nvmeof_offload.pool.lease import Leasing
+from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.slab import probe_o_direct
+from vllm_nvmeof_offload.protocol import AttachCommand, RankHello, SlotIdentity, place_of
+from vllm_nvmeof_offload.worker.regions import OpenRegions, RegionFiles
 
 from .kit import (
     OTHER_TAG,
@@ -38,6 +55,7 @@ from .kit import (
     entries,
     fill,
     get,
+    make_spec,
     name,
     put,
 )
@@ -415,3 +433,396 @@ def test_without_its_superblock_a_directory_is_empty(open_pool: OpenPool, damage
     assert entries(open_pool()) == {}
     os.truncate(pool.directories[0] / "table", 0)
     assert entries(open_pool()) == {}, "old headers must be gone"
+
+
+# -- modes, space and O_DIRECT of its files -------------------------------------------
+
+
+def test_files_are_private_and_wider_modes_are_tightened(
+    open_pool: OpenPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = open_pool()
+    stored = fill(pool)
+    directory = pool.directories[0]
+    for path in [directory, directory.parent, directory.parent.parent]:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    for file in ("slab", "table", "superblock", "lock", "lease"):
+        assert stat.S_IMODE((directory / file).stat().st_mode) == 0o600
+    (directory / "slab").chmod(0o644)
+    directory.parent.chmod(0o755)
+    with caplog.at_level(logging.WARNING):
+        assert entries(open_pool()) == stored
+    assert stat.S_IMODE((directory / "slab").stat().st_mode) == 0o600
+    assert stat.S_IMODE(directory.parent.stat().st_mode) == 0o700
+    assert "mode 644" in caplog.text
+    assert "mode 755" in caplog.text
+
+
+def test_a_link_in_place_of_the_slab_is_refused(open_pool: OpenPool, tmp_path: Path) -> None:
+    pool = open_pool()
+    slab = pool.directories[0] / "slab"
+    pool.close()
+    slab.unlink()
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    slab.symlink_to(victim)
+    with pytest.raises(PoolError, match="cannot use the pool"):
+        open_pool()
+    assert victim.read_text() == "precious"
+
+
+def test_less_than_one_slot_is_refused(open_pool: OpenPool) -> None:
+    with pytest.raises(PoolError, match="less than one slot"):
+        open_pool(2, slots=1)
+
+
+def test_a_target_that_is_a_file_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "t0").write_text("a file")
+    with pytest.raises(PoolError, match="t0"):
+        Pool.open(make_spec(tmp_path / "t0"))
+
+
+def test_names_on_disk_reveal_no_key(open_pool: OpenPool, tmp_path: Path) -> None:
+    fill(open_pool())
+    names = {path.name for path in tmp_path.rglob("*")}
+    digest = Keyspace.of({"model": "m"}).digest
+    assert names == {
+        *("t0", digest, "keyspace.json", "engine-0", "rank-0"),
+        *("superblock", "table", "log", "slab", "lock", "lease"),
+    }
+
+
+def test_a_full_target_shrinks_the_pool(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        spec = make_spec(small_disk, slots=500)
+        pool = Pool.open(spec)
+    assert 50 < pool.slots < 86  # of 12 KiB in 1 MiB
+    free, kept = space_bytes(small_disk)
+    assert free >= kept >= 64 << 10, "something stays free for others"
+    assert caplog.text.count(f"no space for {spec.slots_per_target} slots") == 1
+    for slot in range(pool.slots):
+        put(pool, slot, name(slot))
+    stored = {slot: name(slot) for slot in range(pool.slots)}
+    assert reset(pool, TAG).ok  # there is room for superblocks even now
+    for slot in range(pool.slots):
+        put(pool, slot, name(slot))
+    pool.close()
+    pool = Pool.open(make_spec(small_disk, slots=500))
+    assert entries(pool) == stored
+    pool.close()
+
+
+def test_a_disk_filled_by_others_later_costs_no_slot(small_disk: Path) -> None:
+    pool = Pool.open(make_spec(small_disk, slots=500))
+    slots = pool.slots
+    pool.close()
+    status = os.statvfs(small_disk)
+    (small_disk / "ballast").write_bytes(bytes((status.f_bavail - 4) * status.f_frsize))
+    pool = Pool.open(make_spec(small_disk, slots=500))
+    assert pool.slots == slots
+    pool.close()
+
+
+def test_targets_of_unequal_size_are_used_to_the_smaller(small_disk: Path, tmp_path: Path) -> None:
+    pool = Pool.open(make_spec(small_disk, tmp_path / "t0", slots=500))
+    assert pool.slots < 500
+    assert pool.slots % 2 == 0
+    for slot in range(pool.slots):
+        put(pool, slot, name(slot))
+    pool.close()
+
+
+def test_no_space_for_one_slot_is_refused_by_name(small_disk: Path) -> None:
+    (small_disk / "ballast").write_bytes(bytes((1 << 20) - 5 * 4096))
+    with pytest.raises(PoolError, match="small"):
+        Pool.open(make_spec(small_disk))
+
+
+class Refusing:
+    """Replaces the one call that opens with O_DIRECT by that of a file system without it."""
+
+    def __init__(self, error: int) -> None:
+        self._error = error
+
+    def __call__(self, directory: Path) -> None:
+        raise OSError(self._error, os.strerror(self._error))
+
+
+def test_without_o_direct_auto_falls_back_and_logs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(slab, "probe_o_direct", Refusing(errno.EINVAL))
+    with pytest.raises(PoolError, match="O_DIRECT does not work"):
+        Pool.open(make_spec(tmp_path / "t0", o_direct="on"))
+    pool = Pool.open(make_spec(tmp_path / "t0", o_direct="auto"))
+    assert not pool.direct
+    assert pool.fallbacks == (f"o_direct→buffered on {pool.directories[0]}: EINVAL",)
+    assert pool.fallbacks[0] in caplog.text
+    pool.close()
+
+
+def test_the_o_direct_probe_asks_the_file_system(tmp_path: Path) -> None:
+    try:
+        fd = os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+    except OSError as error:
+        with pytest.raises(OSError, match=os.strerror(error.errno or 0)):
+            probe_o_direct(tmp_path)
+    else:
+        os.close(fd)
+        probe_o_direct(tmp_path)
+        assert [path.name for path in tmp_path.iterdir()] == ["x"]
+    with pytest.raises(OSError, match=r"Invalid argument|such|denied|supported"):
+        probe_o_direct(Path("/proc/self"))
+
+
+def test_a_write_that_the_disk_refuses_is_an_io_error(open_pool: OpenPool) -> None:
+    """A real refusal by the kernel: RLIMIT_FSIZE below the slot's place."""
+    pool = open_pool()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    slot = memoryview(bytearray(pool.slot_bytes))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * SLOT_BYTES, hard))
+    try:
+        outcome = write_slot(pool, slot, 9, name(9))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert outcome == io_error(errno.EFBIG)
+    assert entries(open_pool()) == {}
+
+
+# -- a reset whose superblock one target does not take, for now or at all -------------
+
+
+class Hang:
+    """Makes superblock writes wait on every target whose directory is below `where`."""
+
+    def __init__(self) -> None:
+        self.where: set[str] = set()
+        self.entered = 0
+        self._open = threading.Event()
+
+    def write(self, directory: Path, superblock: Superblock) -> None:
+        if directory.resolve().parents[2].name in self.where:
+            self.entered += 1
+            self._open.wait()
+        write_superblock(directory, superblock)
+
+    def end(self) -> None:
+        self._open.set()
+
+
+@pytest.fixture
+def hang(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hang]:
+    hang = Hang()
+    monkeypatch.setattr(superblock_writer, "write_superblock", hang.write)
+    yield hang
+    hang.end()
+
+
+def epochs(pool: Pool) -> list[int]:
+    found = [read_superblock(directory) for directory in pool.directories]
+    return [superblock.epoch for superblock in found if superblock is not None]
+
+
+def test_a_reset_needs_no_new_thread(open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = open_pool(2)
+    old = pool.stamp.epoch
+
+    def refuse(_thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    assert reset(pool, TAG).outcomes == [OK, OK]
+    assert epochs(pool) == [pool.stamp.epoch] * 2
+    assert pool.stamp.epoch != old
+
+
+@pytest.mark.parametrize("target", [0, 1])
+def test_the_other_target_does_not_wait(open_pool: OpenPool, hang: Hang, target: int) -> None:
+    pool = open_pool(2)
+    fill(pool)
+    old = pool.stamp.epoch
+    hang.where = {f"t{target}"}
+    superblocks = Superblocks(pool, TAG)
+    superblocks.wait(1 - target)
+    new = pool.stamp.epoch
+    assert set(epochs(pool)) == {old, new}
+    assert superblocks.outcomes[target] is None
+    assert not pool.await_superblocks(0)
+    hang.end()
+    superblocks.wait(target)
+    assert superblocks.outcomes == [OK, OK]
+    assert pool.await_superblocks(120.0)
+    assert epochs(pool) == [new, new]
+    put(pool, 5, name(50))
+    assert entries(open_pool(2)) == {5: name(50)}
+
+
+def test_an_older_superblock_never_follows_a_newer_one(open_pool: OpenPool, hang: Hang) -> None:
+    pool = open_pool(2)
+    hang.where = {"t0"}
+    resets = [Superblocks(pool, TAG)]
+    wait_until("the write that hangs", lambda: hang.entered == 1)
+    resets += [Superblocks(pool, TAG) for _ in range(4)]
+    for one in resets:
+        one.wait(1)
+    assert hang.entered == 1, "one thread for the target that hangs, whatever is asked of it"
+    for one in resets[1:-1]:
+        one.wait(0)
+    assert [one.outcomes[0] for one in resets] == [None, *[CANCELLED] * 3, None]
+    hang.end()
+    resets[0].wait(0)
+    resets[-1].wait(0)
+    assert (resets[0].outcomes[0], resets[-1].outcomes[0]) == (OK, OK)
+    assert hang.entered == 2, "only the newest one follows"
+    assert epochs(pool) == [pool.stamp.epoch] * 2
+
+
+def test_a_target_that_fails_beside_one_that_hangs(open_pool: OpenPool, hang: Hang) -> None:
+    """Neither names what is written there until it has the superblock."""
+    pool = open_pool(2)
+    old = pool.stamp
+    hang.where = {"t0"}
+    blocker = pool.directories[1] / "superblock.new"
+    blocker.mkdir()
+    superblocks = Superblocks(pool, TAG)
+    superblocks.wait(1)
+    assert superblocks.outcomes == [None, io_error(errno.EISDIR)]
+    named = pool.superblocks[0].epoch
+    assert superblocks.stamp.epoch == named
+    assert superblocks.unnamed.epoch not in (named, old.epoch)
+    assert epochs(pool) == [old.epoch] * 2
+    hang.end()
+    superblocks.wait(0)
+    assert epochs(pool) == [named, old.epoch]
+
+
+def test_a_writer_that_hung_while_another_wrote_changes_nothing(
+    open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other one may be a prober, or the region's next owner."""
+    directory = open_pool(1).directories[0]
+    found = read_superblock(directory)
+    assert found is not None
+    older, newer = (replace(found, sequence=found.sequence + n) for n in (1, 2))
+    write = os.write
+
+    def hang(fd: int, page: bytes) -> int:
+        monkeypatch.setattr(os, "write", write)
+        write_superblock(directory, newer)
+        return write(fd, page)
+
+    monkeypatch.setattr(os, "write", hang)
+    with pytest.raises(OSError, match="has just written it") as refused:
+        write_superblock(directory, older)
+    assert refused.value.errno == errno.ESTALE
+    assert read_superblock(directory) == newer
+    write_superblock(directory, found)
+    assert read_superblock(directory) == found, "the next one writes again"
+
+
+def test_files_that_are_replaced_get_no_superblock_that_waits_for_the_old_ones(
+    open_pool: OpenPool, hang: Hang
+) -> None:
+    """The new files may have a newer one by the time when the old ones return."""
+    pool = open_pool(2)
+    hang.where = {"t0"}
+    hanging = Superblocks(pool, TAG)
+    wait_until("the write that hangs", lambda: hang.entered == 1)
+    waiting = Superblocks(pool, TAG)
+    close = pool.exchange(0, None, None)
+    waiting.wait(0)
+    assert waiting.outcomes[0] == CANCELLED
+    away = Superblocks(pool, TAG)
+    assert away.outcomes[0] == io_error(errno.ENODEV)
+    hang.end()
+    hanging.wait(0)
+    assert hang.entered == 1
+    away.wait(1)
+    close()
+
+
+def test_a_closed_pool_stays_locked_while_a_superblock_hangs(
+    open_pool: OpenPool, hang: Hang
+) -> None:
+    """A late write must not replace another owner's superblock."""
+    pool = open_pool(2, engine_index=0)
+    hang.where = {"t0"}
+    superblocks = Superblocks(pool, TAG)
+    superblocks.wait(1)
+    with pytest.raises(PoolLockedError):
+        open_pool(2, engine_index=0)  # closes the first one before
+
+
+# -- another engine's regions beside our pool -----------------------------------------
+
+RANKS = 2
+
+
+@pytest.fixture
+def engines(tmp_path: Path) -> Iterator[list[list[Pool]]]:
+    """By engine, the pools of its ranks, each opened as in a process of its own."""
+    with ExitStack() as pools:
+
+        def pool(engine: int, rank: int) -> Pool:
+            shape = {"engine": str(engine), "rank": rank, "world_size": RANKS}
+            opened = Pool.open(make_spec(tmp_path, engine_index=engine, **shape))
+            pools.callback(opened.close)
+            return opened
+
+        yield [[pool(engine, rank) for rank in range(RANKS)] for engine in range(2)]
+
+
+def attach(ours: Pool, command: AttachCommand) -> OpenRegions:
+    answered = threading.Event()
+    files = RegionFiles(ours, answered.set)
+    files.open(command, [0])
+    assert answered.wait(120)
+    (answer,) = files.take()
+    files.end()
+    return answer
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_each_rank_finds_the_pool_of_its_own_rank(engines: list[list[Pool]], rank: int) -> None:
+    """Ranks do not know one another's pools when they make theirs: each has another uuid."""
+    ours, theirs = engines
+    command = AttachCommand(1, 1, 1, theirs[0].superblocks[0].uuid)
+    answer = attach(ours[rank], command)
+    assert not answer.error
+    place = theirs[rank].superblocks[0].place(0)
+    (region,) = answer.by_target.values()
+    assert (region.uuid, region.rank) == (place.region_uuid, place.rank)
+
+
+def test_a_leased_region_is_read_past_the_page_cache(tmp_path: Path) -> None:
+    """Its owner may be on another host, whatever this one could do with its own files."""
+    shape = {"leasing": Leasing("a", settle_s=0.01), "engine": "a"}
+    ours = Pool.open(make_spec(tmp_path, engine_index=0))
+    theirs = Pool.open(make_spec(tmp_path, engine_index=1, **shape))
+    assert not ours.is_direct[0]
+    files = RegionFiles(ours, lambda: None)
+    files.open(AttachCommand(1, 1, 1, theirs.superblocks[0].uuid), [0])
+    (answer,) = wait_for_answers(files)
+    (region,) = answer.by_target.values()
+    assert fcntl.fcntl(region.fd, fcntl.F_GETFL) & os.O_DIRECT
+    files.end()
+    theirs.close()
+    ours.close()
+
+
+def wait_for_answers(files: RegionFiles) -> list[OpenRegions]:
+    found: list[OpenRegions] = []
+
+    def has_answered() -> bool:
+        found.extend(files.take())
+        return bool(found)
+
+    wait_until("an answer", has_answered)
+    return found
+
+
+def test_the_first_rank_finds_no_other_pool_than_the_follower_did(
+    engines: list[list[Pool]],
+) -> None:
+    answer = attach(engines[0][0], AttachCommand(1, 1, 1, bytes(16)))
+    assert answer.error == errno.ENOENT
