@@ -18,7 +18,7 @@ from vllm_nvmeof_offload.io.base import Completion, ForeignSlab
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 from .rig import ENGINES, PAYLOAD_BYTES, WAIT_S, Rig, content, name
-from .test_io_engine_replace import copy_of, exchange, holds
+from .test_io_engine import copy_of, exchange, holds
 
 EIO = io_error(errno.EIO)
 

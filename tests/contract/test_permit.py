@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.pool.format import (
 from vllm_nvmeof_offload.pool.lease import Permit, boot_ns
 
 from .rig import WAIT_S, Rig, content, name
-from .test_io_engine_place import whole_slot
+from .test_io_engine import whole_slot
 
 ASLEEP_S = 86_400
 MakeRig = Callable[..., Rig]

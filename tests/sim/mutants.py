@@ -214,7 +214,7 @@ REPLACED = {
     ),
     # The simulator has no files.
     "files_are_taken_when_the_transfer_starts": (
-        "tests/contract/test_io_engine_replace.py",
+        "tests/contract/test_io_engine.py",
         "def test_a_queued_operation_keeps_the_files_of_its_submission_over_two_exchanges",
     ),
 }
