@@ -14,9 +14,8 @@ import pytest
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.pool.pool import Pool
 
-from .engines import ENGINES
 from .fuse_mount import FaultyMount
-from .kit import Bench, make_spec
+from .kit import ENGINES, Bench, make_spec
 
 _CLONE_NEWNS = 0x20000
 _MS_REC_PRIVATE = 0x4000 | 1 << 18

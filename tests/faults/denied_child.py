@@ -24,8 +24,7 @@ from vllm_nvmeof_offload.errors import OK, EngineError
 from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.pool.pool import Pool
 
-from . import engines
-from .kit import Bench, content, make_spec, name
+from .kit import ENGINES, Bench, content, make_spec, name
 
 SYSCALLS = {"setup": 425, "enter": 426, "register": 427}
 NOBODY = 65534
@@ -75,7 +74,7 @@ def main() -> None:
         engine, fallbacks = choose_io_engine(job["wanted"], pool, memory, base_address, limits)
         return engine
 
-    engines.ENGINES["chosen"] = choose  # type: ignore[assignment]
+    ENGINES["chosen"] = choose  # type: ignore[assignment]
     try:
         bench = Bench("chosen", pool, staging_slots=8)
     except EngineError as error:

@@ -21,8 +21,7 @@ from typing import Any
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
-from .engines import ENGINES
-from .kit import Bench, adopted, make_spec
+from .kit import ENGINES, Bench, adopted, make_spec
 
 PLACES = 6
 WRITE_SHARE = 0.7

@@ -16,14 +16,33 @@ from pathlib import Path
 import numpy as np
 
 from tests.chunks import entries_of, place_in
+from vllm_nvmeof_offload.config import TUNING, Tuning
 from vllm_nvmeof_offload.errors import Outcome
-from vllm_nvmeof_offload.io.base import Completion, IoOp, reset_op
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp, reset_op
+from vllm_nvmeof_offload.io.native import How, NativeIoEngine
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency
-from vllm_nvmeof_offload.units import HEADER_BYTES
+from vllm_nvmeof_offload.units import HEADER_BYTES, KIB
 
-from .engines import ENGINES
+#: (pool, staging memory, its address, options that all engines have) → engine.
+Factory = Callable[..., IoEngine]
+
+
+def _native(how: How, limits: Tuning) -> Factory:
+    def make(pool: Pool, memory: memoryview, base_address: int, **options: object) -> IoEngine:
+        return NativeIoEngine(pool, memory, base_address, limits, how, **options)  # type: ignore[arg-type]
+
+    return make
+
+
+ENGINES: dict[str, Factory] = {
+    "threads": _native(How.THREADS, Tuning(io_threads=4)),
+    "uring": _native(How.REGISTERED, TUNING),
+    # Small, so that a slot of these tests is moved in several pieces.
+    "uring-unregistered": _native(How.UNREGISTERED, Tuning(io_split_bytes=16 * KIB)),
+}
+
 
 WAIT_S = 120.0
 PAYLOAD_BYTES = 61_000  # not a multiple of 4 KiB, to exercise the padding

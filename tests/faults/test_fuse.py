@@ -7,22 +7,30 @@ Pool slots with even numbers are on the faulty target, the others on a second, h
 from __future__ import annotations
 
 import errno
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.slots import read_slot
+from tests.slots import read_slot, write_slot
+from tests.unit.pool.kit import SLOT_BYTES
 from vllm_nvmeof_offload.errors import (
     CHECKSUM_MISMATCH,
+    ERRORS,
     OK,
     STALE,
     OutcomeKind,
+    PoolError,
+    Scope,
     io_error,
 )
-from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.units import HEADER_BYTES
+from vllm_nvmeof_offload.io.base import HintRecord
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.protocol import EVERY_MEMBER
+from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 from .fuse_mount import FaultyMount
 from .kit import PAYLOAD_BYTES, WAIT_S, Bench, adopted, make_spec, name
@@ -266,3 +274,211 @@ def test_a_reset_that_cannot_be_written_is_an_io_error(
     assert bench.reset() == [OK, OK]
     bench.store([(3, name(3, 2))])
     assert adopted(reopened(bench)) == {3: name(3, 2)}
+
+
+# -- each row of `errors.ERRORS` that storage can return ------------------------------
+
+#: errno → retryable, scope. As in the kernel (`blk_path_error`), an operation that the device
+#: itself refused is not retried.
+ROWS = {
+    errno.EIO: (True, Scope.SLOT),
+    errno.ENODATA: (False, Scope.SLOT),
+    errno.EREMOTEIO: (False, Scope.TARGET),
+    errno.EILSEQ: (False, Scope.SLOT),
+    errno.EBADE: (False, Scope.TARGET),
+    errno.ENOSPC: (False, Scope.SLOT),
+    errno.EOPNOTSUPP: (False, Scope.TARGET),
+    errno.ENOLINK: (True, Scope.TARGET),
+    errno.ENODEV: (False, Scope.TARGET),
+    errno.ENXIO: (False, Scope.TARGET),
+    errno.ESHUTDOWN: (False, Scope.TARGET),
+    errno.EROFS: (False, Scope.TARGET),
+    errno.ETIMEDOUT: (True, Scope.TARGET),
+}
+
+
+@pytest.fixture
+def two_chunks(engine_name: str, faulty_mount: FaultyMount) -> Iterator[Bench]:
+    bench = Bench(engine_name, Pool.open(make_spec(faulty_mount.place / "t", slots=4)))
+    bench.store((slot, name(slot)) for slot in range(2))
+    yield bench
+    faulty_mount.rules()
+    assert bench.close()
+
+
+def test_errnos_are_reported_with_their_meaning(
+    two_chunks: Bench, faulty_mount: FaultyMount
+) -> None:
+    bench, rows = two_chunks, dict(ROWS)
+    if bench.is_uring:
+        # Linux 6.18 retries such an operation forever on a file that can be polled. FUSE's files
+        # can be polled; those of block devices and disk file systems cannot (io_read,
+        # io_wq_submit_work).
+        del rows[errno.EOPNOTSUPP]
+    for number, row in rows.items():
+        for what in ("read", "write"):
+            faulty_mount.rules({"op": what, "do": "errno", "value": number})
+            op = bench.read(0, 0, name(0)) if what == "read" else bench.write(3, 1, name(3))
+            (completion,) = bench.run(op)
+            assert completion.outcome == io_error(number), (what, os.strerror(number))
+            assert (completion.outcome.retryable, completion.outcome.scope) == row
+            assert errno.errorcode[number] in str(completion.outcome)
+            assert number in ERRORS
+
+
+def test_a_read_of_no_bytes_has_no_errno_and_the_targets_scope(
+    engine_name: str, tmp_path: Path
+) -> None:
+    """As on a namespace that is disabled under an open file: `pread` returns 0 forever."""
+    two_chunks = Bench(engine_name, Pool.open(make_spec(tmp_path, slots=2)))
+    two_chunks.store([(1, name(1))])
+    os.truncate(two_chunks.pool.directories[0] / "slab", 0)
+    (completion,) = two_chunks.run(two_chunks.read(1, 0, name(1)))
+    assert completion.outcome == io_error(0)
+    assert completion.outcome.kind is OutcomeKind.IO_ERROR
+    assert (completion.outcome.retryable, completion.outcome.scope) == (False, Scope.TARGET)
+    assert "no bytes" in str(completion.outcome)
+    assert 0 in ERRORS
+    assert two_chunks.close()
+
+
+def test_an_errno_outside_the_table_has_the_slots_scope_and_is_final() -> None:
+    outcome = io_error(errno.ELOOP)
+    assert (outcome.retryable, outcome.scope) == (False, Scope.SLOT)
+
+
+# -- a pool on a failing file system --------------------------------------------------
+
+SIX_SLOTS = 6
+SIX = {slot: name(slot) for slot in range(SIX_SLOTS)}
+
+
+@pytest.fixture
+def spec(faulty_mount: FaultyMount) -> PoolSpec:
+    """A pool on the faulty target, filled."""
+    spec = make_spec(faulty_mount.place / "t", slots=SIX_SLOTS, o_direct="off")
+    pool = Pool.open(spec)
+    for slot, identity in SIX.items():
+        memory = memoryview(bytearray(pool.slot_bytes))
+        assert write_slot(pool, memory, slot, identity).ok
+    pool.close()
+    return spec
+
+
+def found(spec: PoolSpec) -> object:
+    pool = Pool.open(spec)
+    try:
+        return adopted(pool)
+    finally:
+        pool.close()
+
+
+@pytest.mark.parametrize(
+    ("op", "path"),
+    [
+        ("open", "slab"),
+        ("open", "table"),
+        ("fallocate", "slab"),
+        ("fallocate", "table"),
+        ("fsync", "slab"),
+        ("fsync", "table"),
+        ("write", "lease"),
+        ("fsync", "lease"),
+        ("read", "lease"),
+        ("read", "superblock"),
+    ],
+)
+def test_a_start_that_fails_names_the_cause_and_loses_nothing(
+    spec: PoolSpec, faulty_mount: FaultyMount, op: str, path: str
+) -> None:
+    faulty_mount.rules({"op": op, "path": path, "do": "errno", "value": errno.EIO, "count": 1})
+    with pytest.raises(PoolError, match=str(faulty_mount.place)):
+        Pool.open(spec)
+    assert faulty_mount.fired() == 1
+    assert found(spec) == SIX
+
+
+@pytest.mark.parametrize("op", ["create", "write", "fsync"])
+def test_a_superblock_that_cannot_be_replaced_leaves_the_old_one(
+    spec: PoolSpec, faulty_mount: FaultyMount, op: str
+) -> None:
+    rule = {"op": op, "path": "superblock.new", "do": "errno", "value": errno.EIO, "count": 1}
+    faulty_mount.rules(rule)
+    with pytest.raises(PoolError, match=str(faulty_mount.place)):
+        Pool.open(make_spec(*spec.targets, slots=SIX_SLOTS, o_direct="off", adopt=False))
+    assert faulty_mount.fired() == 1
+    assert found(spec) == SIX
+
+
+def test_a_table_that_cannot_be_read_is_rebuilt_from_headers(
+    spec: PoolSpec, faulty_mount: FaultyMount
+) -> None:
+    faulty_mount.rules(
+        {"op": "read", "path": "table", "do": "errno", "value": errno.EIO, "count": 1}
+    )
+    assert found(spec) == SIX
+    assert faulty_mount.fired() == 1
+
+
+def test_a_table_that_is_read_in_pieces_is_read_whole(
+    spec: PoolSpec, faulty_mount: FaultyMount
+) -> None:
+    faulty_mount.rules({"op": "read", "path": "table", "do": "short", "value": 100})
+    assert found(spec) == SIX
+    assert faulty_mount.fired() > 1
+
+
+def test_headers_that_cannot_be_read_lose_only_their_slots(
+    spec: PoolSpec, faulty_mount: FaultyMount
+) -> None:
+    (table,) = faulty_mount.backing.glob("t/*/engine-0/rank-0/table")
+    table.write_bytes(b"")
+    faulty_mount.rules({"op": "read", "do": "errno", "value": errno.EIO, "count": 2})
+    kept = found(spec)
+    assert isinstance(kept, dict)
+    assert faulty_mount.fired() == 2
+    assert len(kept) == SIX_SLOTS - 2
+    assert kept.items() <= SIX.items()
+
+
+def test_without_fallocate_the_slab_is_sparse(tmp_path: Path, faulty_mount: FaultyMount) -> None:
+    faulty_mount.rules(
+        {"name": "slab", "op": "fallocate", "do": "errno", "value": errno.EOPNOTSUPP},
+        {
+            "name": "table",
+            "op": "fallocate",
+            "path": "table",
+            "do": "errno",
+            "value": errno.EOPNOTSUPP,
+        },
+    )
+    pool = Pool.open(make_spec(faulty_mount.place / "t", slots=SIX_SLOTS, o_direct="off"))
+    assert faulty_mount.fired("slab") + faulty_mount.fired("table") >= 1
+    assert pool.slots == SIX_SLOTS
+    assert (pool.directories[0] / "slab").stat().st_blocks == 0
+    pool.close()
+
+
+def test_a_log_that_hangs_holds_up_nothing_else(faulty_mount: FaultyMount, tmp_path: Path) -> None:
+    """Hints and the exchange of a target come from the pipeline's thread. Table and log of a target
+    have one thread, so its writes end late."""
+    targets = faulty_mount.place / "t", tmp_path / "healthy"
+    pages = 16
+    pool_bytes = 2 * (SIX_SLOTS * (SLOT_BYTES + ENTRY_BYTES) + pages * PAGE_BYTES)
+    shape = {"o_direct": "off", "log_pages": pages, "pool_bytes": pool_bytes}
+    pool = Pool.open(make_spec(*targets, **shape))
+    bench = Bench("threads", pool)
+    faulty_mount.rules({"op": "write", "path": "log", "do": "hang"})
+    record = HintRecord(bytes(16), 1, EVERY_MEMBER, 1, 1)
+    bench.engine.hint(0, record)
+    faulty_mount.wait_hanging(1)
+    for _ in range(100):
+        bench.engine.hint(0, record)
+    bench.engine.replace_target(0)
+    bench.store((slot, name(slot)) for slot in range(1, SIX_SLOTS, 2))  # on the other target
+    late = bench.write(0, 1, name(0))
+    bench.submit(late)
+    faulty_mount.rules()
+    assert [one.outcome for one in bench.wait(bool)] == [OK]
+    assert bench.engine.close(60.0)
+    pool.close()

@@ -8,6 +8,7 @@ undocumented exception.
 
 from __future__ import annotations
 
+import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -15,20 +16,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 from crc32c import crc32c
-from hypothesis import example, given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tests.slots import seal
-from vllm_nvmeof_offload.errors import (
-    CHECKSUM_MISMATCH,
-    OK,
-    STALE,
-    PoolFormatError,
-)
+from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, PoolFormatError
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     KEY_BYTES_MAX,
+    Keyspace,
     SlotPlace,
     Stamp,
     StoredGroup,
@@ -40,10 +37,42 @@ from vllm_nvmeof_offload.pool.format import (
     read_superblock,
     verify,
 )
+from vllm_nvmeof_offload.pool.survey import model_name, read_facts
 from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 
-from .mutations import changes, edits, mutated, of_file, same_directory
+# -- mutations of bytes, for hypothesis -----------------------------------------------
+
+#: Mutations, applied one after the other: (operation, offset, bytes).
+flips = st.tuples(st.just("xor"), st.integers(0, 1 << 16), st.binary(min_size=1, max_size=8))
+overwrites = st.tuples(st.just("put"), st.integers(0, 1 << 16), st.binary(min_size=1, max_size=80))
+cuts = st.tuples(st.just("cut"), st.integers(0, 1 << 16), st.just(b""))
+growths = st.tuples(st.just("grow"), st.just(0), st.binary(min_size=1, max_size=600))
+edits = st.lists(st.one_of(flips, overwrites), min_size=1, max_size=6)
+changes = st.lists(st.one_of(flips, overwrites, cuts, growths), min_size=1, max_size=6)
+
+
+def mutated(data: bytes, mutations: list[tuple[str, int, bytes]]) -> bytes:
+    result = bytearray(data)
+    for kind, place, what in mutations:
+        at = place % max(len(result), 1)
+        if kind == "cut":
+            del result[at:]
+        elif kind == "grow":
+            result += what
+        else:
+            for index, byte in enumerate(what[: len(result) - at]):
+                result[at + index] = byte ^ (result[at + index] if kind == "xor" else 0)
+    return bytes(result)
+
+
+def of_file(path: Path, data: bytes) -> Path:
+    path.write_bytes(data)
+    return path
+
+
+same_directory = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+
 
 PAYLOAD = bytes(range(256)) * 20
 ONE, OTHER = SlotIdentity(b"one" * 12, 7), SlotIdentity(b"other" * 7, 8)
@@ -277,3 +306,50 @@ def test_every_mutation_changes_the_bytes() -> None:
     assert signed(BLOCK.encode()) == BLOCK.encode()
     broken: Callable[[bytes], bytes] = lambda page: page[:8] + b"\3" + page[9:]  # noqa: E731
     assert parse_header(broken(SEALED)) is None
+
+
+# -- JSON -----------------------------------------------------------------------------
+
+numbers = st.one_of(st.integers(), st.floats())
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), numbers, st.text(max_size=8)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+records = st.fixed_dictionaries({}, optional=dict.fromkeys(("model", "layers", "dtype"), values))
+jsons = st.one_of(values, records).map(lambda value: json.dumps(value).encode())
+DEEP = b"[" * 200_000
+
+
+def any_bytes(valid: bytes) -> st.SearchStrategy[bytes]:
+    damaged = changes.map(lambda mutations: mutated(valid, mutations))
+    return st.one_of(st.binary(max_size=600), jsons, damaged)
+
+
+FACTS = json.loads(Keyspace.of({"model": "m", "layers": [1, 2], "dtype": "bf16"}).canonical)
+#: The facts that an earlier release wrote, whose slots did not name their place.
+OLD_FACTS: dict[str, object] = {"model": "m", "layers": [1, 2]}
+
+
+@same_directory
+@given(any_bytes(Keyspace.of(FACTS).canonical.encode()))
+@example(DEEP)
+@example(b'{"model": NaN}')
+def test_facts_of_another_digest_are_not_believed(tmp_path: Path, data: bytes) -> None:
+    space = tmp_path / Keyspace.of(FACTS).digest
+    space.mkdir(exist_ok=True)
+    of_file(space / "keyspace.json", data)
+    facts = read_facts(space)
+    assert facts is None or facts == FACTS
+    assert model_name(space) == ("?" if facts is None else "m")
+
+
+@pytest.mark.parametrize("facts", [FACTS, OLD_FACTS])
+def test_facts_are_read_back(tmp_path: Path, facts: dict[str, object]) -> None:
+    space = tmp_path / Keyspace.exactly(facts).digest
+    space.mkdir()
+    assert read_facts(space) is None
+    of_file(space / "keyspace.json", json.dumps(facts, indent=2).encode())
+    assert read_facts(space) == facts

@@ -7,35 +7,33 @@ checks.
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests import slots
-from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, Outcome
+from tests.resets import reset
+from tests.slots import write_slot
+from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, Outcome, io_error
 from vllm_nvmeof_offload.pool import format as pool_format
-from vllm_nvmeof_offload.pool import (
-    pool,
-    recovery,
-)
-from vllm_nvmeof_offload.pool import (
-    pool as superblock_writer,
-)
-from vllm_nvmeof_offload.pool import (
-    recovery as prepare,
-)
-from vllm_nvmeof_offload.pool.format import SlotPlace, Superblock
-from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool import pool, recovery
+from vllm_nvmeof_offload.pool import pool as superblock_writer
+from vllm_nvmeof_offload.pool import recovery as prepare
+from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp, Superblock
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
-from .store.run import play_in_memory
-from .store.written import TAG
+from .kit import adopted, make_spec, name
+from .store.disk import Crash, Data, Disk, Event
+from .store.world import TAG, play_in_memory
 
 SEED = int(os.environ.get("VLLM_NVMEOF_SEED", "0")) or random.SystemRandom().getrandbits(32)
 COUNT = int(os.environ.get("VLLM_NVMEOF_STORE_SEEDS", "500"))
@@ -204,3 +202,84 @@ def test_the_simulation_detects_a_disk_that_ignores_fsync() -> None:
     """The store relies on fsync: without it a crash can undo a reset."""
     with pytest.raises(AssertionError, match="replay"):
         play_many(lies=True)
+
+
+# -- sequences that the simulation rarely reaches, or that once failed ----------------
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path.resolve())
+    with disk.active():
+        yield disk
+
+
+@pytest.fixture
+def spec(disk: Disk) -> PoolSpec:
+    return make_spec(disk.root / "t", slots=4, payload_bytes=5000, o_direct="off")
+
+
+def put(pool: Pool, slot: int, identity: SlotIdentity, stamp: Stamp | None = None) -> None:
+    memory = memoryview(bytearray(pool.slot_bytes))
+    assert write_slot(pool, memory, slot, identity, stamp).ok
+
+
+def start(spec: PoolSpec, use: Callable[[Pool], None]) -> dict[int, SlotIdentity]:
+    """One life: adopt, use, and end without closing. Returns the adopted entries."""
+    pool = Pool.open(spec)
+    try:
+        found = adopted(pool)
+        use(pool)
+    finally:
+        pool.close()
+    return found
+
+
+def rest(pool: Pool) -> None:
+    """Use nothing."""
+
+
+def test_writes_after_a_failed_reset_do_not_outlive_the_next_one(
+    disk: Disk, spec: PoolSpec
+) -> None:
+    def fail_to_reset_and_go_on(pool: Pool) -> None:
+        disk.fail, disk.fail_count = ("superblock", errno.EIO), 1
+        found = reset(pool, pool.stamp.tag)
+        assert found.outcomes == [io_error(errno.EIO)]
+        put(pool, 0, name(0), found.stamps[0])  # in an epoch that is not on the disk
+
+    def reset_and_go_on(pool: Pool) -> None:
+        assert reset(pool, pool.stamp.tag).ok
+        put(pool, 1, name(1), pool.stamp)
+
+    start(spec, fail_to_reset_and_go_on)
+    assert start(spec, reset_and_go_on) == {}
+    assert start(spec, rest) == {1: name(1)}
+
+
+def test_a_start_makes_the_superblock_it_keeps_durable(disk: Disk, spec: PoolSpec) -> None:
+    """A process was killed during a reset, between the rename and the fsync of the directory."""
+
+    def be_killed_in_a_reset(pool: Pool) -> None:
+        put(pool, 0, name(0))
+        disk.crash_after = 3  # write, fsync, rename; not the directory
+        with pytest.raises(Crash):
+            reset(pool, pool.stamp.tag)
+
+    def only_bytes_survive(journal: list[Event]) -> None:
+        for event in journal:
+            if isinstance(event, Data):
+                event.redo()
+
+    start(spec, be_killed_in_a_reset)
+    disk.dead, disk.crash_after = False, None
+    assert start(spec, lambda pool: put(pool, 1, name(1))) == {}, "the page cache has the reset"
+    disk.crash(only_bytes_survive)
+    assert start(spec, rest) == {1: name(1)}
+
+
+def test_an_unchanged_superblock_is_not_written_again(disk: Disk, spec: PoolSpec) -> None:
+    """The disk may have no room for a second superblock."""
+    start(spec, lambda pool: put(pool, 0, name(0)))
+    disk.fail, disk.fail_count = ("superblock", errno.ENOSPC), 1000
+    assert start(spec, rest) == {0: name(0)}

@@ -7,12 +7,15 @@ pool of its own, and reads the regions of the other side's.
 
 from __future__ import annotations
 
+import collections
 import json
 import os
 import random
+import select
 import sys
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,99 @@ from typing import Any
 from vllm_nvmeof_bench.servers.faults import FaultyIoEngine
 
 from tests.contract.rig import ENGINES, STAGING_SLOTS, Rig, content, name
-from tests.faults.peers.engine_port import EnginePort
 from tests.faults.peers.stand_in import install
-from vllm_nvmeof_offload.errors import STALE
-from vllm_nvmeof_offload.io.base import ForeignSlab
+from vllm_nvmeof_offload.errors import CANCELLED, STALE
+from vllm_nvmeof_offload.io.base import ForeignSlab, IoEngine, IoOp, Waker
 from vllm_nvmeof_offload.peers.base import Common, Levels, PeerRead, Served, SlotMemory
 from vllm_nvmeof_offload.peers.server import PeerServer
-from vllm_nvmeof_offload.units import HEADER_BYTES
+from vllm_nvmeof_offload.peers.session import BusyRate
+from vllm_nvmeof_offload.pool.format import Stamp
+from vllm_nvmeof_offload.protocol import OpKind, Urgency, owned_by, place_of
+from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
+
+
+class EnginePort:
+    """Implements `base.ServePort`. The serve slots are in the engine's memory."""
+
+    def __init__(self, engine: IoEngine, regions: Mapping[bytes, tuple[int, int]]) -> None:
+        """regions: by uuid, the owner and the target by which the engine reads a region."""
+        self._engine, self._regions = engine, regions
+        self._waiting: collections.deque[PeerRead] = collections.deque()
+        self._reading: dict[int, PeerRead] = {}
+        self._ended: list[Served] = []
+        self._queued_bytes = 0
+        self._rate = BusyRate()
+        self._waker = Waker()
+        self._epoll = select.epoll()
+        for fd in (engine.fileno(), self._waker.fd):
+            self._epoll.register(fd, select.EPOLLIN)
+
+    def serve(self, reads: Sequence[PeerRead]) -> None:
+        for read in reads:
+            if read.place.region_uuid in self._regions:
+                self._waiting.append(read)
+                self._queued_bytes += slot_stride_bytes(read.payload_bytes)
+            else:
+                self._end(Served(read.token, None))
+        self._submit()
+
+    def cancel(self, tokens: Sequence[int]) -> None:
+        for token in self._engine.cancel([one for one in tokens if one in self._reading]):
+            self._queued_bytes -= slot_stride_bytes(self._reading.pop(token).payload_bytes)
+            self._end(Served(token, CANCELLED))
+        for read in [one for one in self._waiting if one.token in tokens]:
+            self._waiting.remove(read)
+            self._queued_bytes -= slot_stride_bytes(read.payload_bytes)
+            self._end(Served(read.token, CANCELLED))
+
+    def poll(self) -> list[Served]:
+        self._waker.clear()
+        for one in self._engine.poll():
+            size_bytes = slot_stride_bytes(self._reading.pop(one.token).payload_bytes)
+            self._queued_bytes -= size_bytes
+            if one.outcome.ok:
+                self._rate.moved(size_bytes, time.monotonic(), more=bool(self._reading))
+            self._ended.append(Served(one.token, one.outcome))
+        if not self._reading:
+            self._rate.stop()
+        self._submit()
+        ended, self._ended = self._ended, []
+        return ended
+
+    def levels(self) -> Levels:
+        return Levels(self._queued_bytes, self._rate.bytes_per_s)
+
+    def fileno(self) -> int:
+        return self._epoll.fileno()
+
+    def _submit(self) -> None:
+        reads = [self._waiting.popleft() for _ in range(self._room())]
+        for read in reads:
+            self._reading[read.token] = read
+        if reads:
+            self._rate.moves(time.monotonic())
+            self._engine.submit([self._op_of(read) for read in reads])
+
+    def _room(self) -> int:
+        return min(len(self._waiting), self._engine.room().reads)
+
+    def _op_of(self, read: PeerRead) -> IoOp:
+        owner, target = self._regions[read.place.region_uuid]
+        return IoOp(
+            read.token,
+            OpKind.LOAD,
+            Urgency.DEMAND,
+            owned_by(owner, place_of(target, read.place.slot)),
+            read.address,
+            read.identity,
+            read.payload_bytes,
+            Stamp(0, read.tag),
+        )
+
+    def _end(self, served: Served) -> None:
+        self._ended.append(served)
+        self._waker.wake()
+
 
 #: The share tag that this process writes and serves under.
 OWNER = 3

@@ -9,7 +9,7 @@ import sys
 import time
 from collections import Counter
 
-from .run import play_in_memory
+from .world import play_in_memory
 
 
 def main() -> int:
