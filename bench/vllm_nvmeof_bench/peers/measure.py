@@ -9,7 +9,6 @@ each server share a simulated link, which stands in for a link to an NVMe-oF tar
     absent    a peer is configured, but nothing listens at its address
     both      the helper is the peer
     landing   as both, and every other chunk is also kept in the CPU tier
-    vllm_p2p  two processes with vLLM's tiering instead (`vllm_tiers`)
 
 How serving affects the helper's own loads is measured within this process (`serving`).
 
@@ -38,12 +37,9 @@ from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.home import home_in, quiet_interpreter, sync_file_system
 from vllm_nvmeof_bench.peers.helper import BLOCK_BYTES, Helper, Plan, helper, linked_engine
 from vllm_nvmeof_bench.peers.serving import serving
-from vllm_nvmeof_bench.peers.vllm_tiers import Plan as VllmPlan
-from vllm_nvmeof_bench.peers.vllm_tiers import VllmPair, vllm_pair
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.reports.peers import (
     ABSENT,
-    ARMS,
     BOTH,
     IDLE,
     LANDING,
@@ -51,7 +47,6 @@ from vllm_nvmeof_bench.reports.peers import (
     MB,
     MESSAGES,
     NO_LINKS,
-    VLLM_P2P,
     WITHOUT,
     Sample,
     link_rates,
@@ -70,7 +65,8 @@ from vllm_nvmeof_offload.worker.peer_reads import Peers
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner
 
 _KEYSPACE = "bench peers"
-_POOL, _VLLM = "pool", "vllm"
+_ARMS = (WITHOUT, ABSENT, BOTH, LANDING)
+_POOL = "pool"
 _SERVE_SLOTS = 32  # the product's serve slots of 64 MiB
 _CONNECT_S_MAX = 20.0
 _CLOSE_S_MAX = 10.0
@@ -84,7 +80,7 @@ class Settings:
     rates: tuple[str, ...] = option(
         ("400:400", "200:600", "600:200"), "MB/s of the server's link and of the peer's."
     )
-    arms: tuple[str, ...] = option(tuple(ARMS), "Arms of a load.")
+    arms: tuple[str, ...] = option(_ARMS, "Arms of a load.")
     rounds: int = option(5, "Rounds of all arms.", min=1)
     chunks: int = option(256, "Chunks per load.", min=4)
     chunk_bytes: int = size_option(2 * MIB, "Payload of a chunk.", flag="--chunk")
@@ -99,7 +95,7 @@ class Settings:
     tier_chunks: int = 128
 
     def __post_init__(self) -> None:
-        check_names("arm", self.arms, tuple(ARMS))
+        check_names("arm", self.arms, _ARMS)
         check_positive(self, "rounds", "chunks")
         if self.chunk_bytes % BLOCK_BYTES:
             raise BenchError(f"a chunk must be a multiple of {BLOCK_BYTES} bytes")
@@ -121,8 +117,7 @@ class Settings:
 
     @property
     def disk_bytes(self) -> int:
-        pool = (self.chunks + 8) * (slot_stride_bytes(self.chunk_bytes) + 4 * KIB) + 64 * MIB
-        return pool + (VLLM_P2P in self.arms) * self.chunks * self.chunk_bytes
+        return (self.chunks + 8) * (slot_stride_bytes(self.chunk_bytes) + 4 * KIB) + 64 * MIB
 
 
 class _Worker(NamedTuple):
@@ -217,20 +212,6 @@ class _Pair:
         where = LOAD, self.rates, MESSAGES, arm, number
         return Sample(*where, seconds, size, pulled, cpu_s, helper_s)
 
-    def open_vllm(self, home: Path) -> VllmPair:
-        settings = self.settings
-        own, peer = (MB * rate for rate in link_rates(self.rates))
-        place, sizes = str(home / _VLLM), (settings.chunks, settings.chunk_bytes)
-        plan = VllmPlan(place, (), *sizes, 0.0, (0, 0), settings.seed)
-        return self.stack.enter_context(vllm_pair(plan, (own, peer)))
-
-    def load_vllm(self, pair: VllmPair, number: int) -> Sample:
-        """Measure a load by vLLM; raise BenchError if a chunk is missing or its bytes are wrong."""
-        count = self.settings.chunks
-        seconds, pulled, cpu_s, helper_s = pair.load(count)
-        where = LOAD, self.rates, MESSAGES, VLLM_P2P, number
-        return Sample(*where, seconds, count * self.settings.chunk_bytes, pulled, cpu_s, helper_s)
-
     def idle(self, home: Path, arm: str) -> Sample:
         """Measure both servers while they are idle after a load, connected if the arm is `BOTH`."""
         workers, second = self.open(home, arm)
@@ -253,23 +234,16 @@ def _nowhere() -> str:
 def _loads(pair: _Pair, home: Path, on_step: OnProgress) -> Iterator[Sample]:
     settings = pair.settings
     arms = settings.arms
-    vllm = pair.open_vllm(home) if VLLM_P2P in arms else None
-    workers, second = pair.open(home / _POOL, *(arm for arm in arms if arm != VLLM_P2P))
+    workers, second = pair.open(home / _POOL, *arms)
     for arm, worker in workers.items():
         pair.load(worker, second, arm, -1)  # discarded: the worker learns the rates of both links
     done = itertools.count()
-    if vllm is not None:
-        pair.load_vllm(vllm, -1)
     for number in range(settings.rounds):
         dice = random.Random(f"{settings.seed} {pair.rates} {number}")
         for arm in dice.sample(arms, len(arms)):
             what = f"{pair.rates} MB/s · round {number + 1} · {arm}"
             on_step(next(done), settings.rounds * len(arms), what)
-            if arm == VLLM_P2P:
-                assert vllm is not None
-                yield pair.load_vllm(vllm, number)
-            else:
-                yield pair.load(workers[arm], second, arm, number)
+            yield pair.load(workers[arm], second, arm, number)
 
 
 @contextlib.contextmanager
@@ -320,10 +294,9 @@ COMMANDS = (
         "peers",
         """Measure a load over a server's own storage link, and over a second server's too.
 
-        Runs two processes with the product's worker and peers, each with limited reads, and two
-        processes with vLLM's tiering and its p2p tier. Before these, it measures the loads of a
-        server while it serves peers. Takes eight minutes and 1.1 GiB of disk. Nothing else should
-        run at the same time.
+        Runs two processes with the product's worker and peers, each with limited reads. Before
+        these, it measures the loads of a server while it serves peers. Nothing else should run at
+        the same time.
         """,
         Settings,
         _measure,

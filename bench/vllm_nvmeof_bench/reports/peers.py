@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench peers`: both links against one, against their sum, and vLLM's p2p tier."""
+"""The report of `bench peers`: both links against one, and against their sum."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ LOAD, IDLE, SERVING = "load", "idle", "serving"
 #: The arms of SERVING: the helper's own loads without peers and with them, and only the peers.
 ALONE, BESIDE, PEERS_ALONE = "alone", "beside", "peers"
 WITHOUT, ABSENT, BOTH, LANDING = "without", "absent", "both", "landing"
+#: Only results of earlier versions contain this arm.
 VLLM_P2P = "vllm_p2p"
 ARMS = {
     WITHOUT: "own link, no peer",
@@ -171,8 +172,8 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
         bound("unequal links: both / the sum of their rates", "≥", SUM_MIN,
               worst(map(of_sum, unequal))),
         bound("a peer that is not there / no peer", "≥", ABSENT_MIN, worst_ratio(ABSENT, places)),
-        bound("both / vLLM's fs and p2p tiers", "≥", VLLM_P2P_MIN,
-              worst_ratio(BOTH, shown, VLLM_P2P)),
+        *(bound("both / vLLM's fs and p2p tiers", "≥", VLLM_P2P_MIN,
+                worst_ratio(BOTH, places, VLLM_P2P)) for places in (shown,) if places),
         bound("idle, of a core", "≤", IDLE_MAX,
               Figure(max(idle), len(idle)) if idle else None, " %"),
         bound("a helper's own loads, P99: beside serving / without", "≤", SERVING_P99_MAX,
