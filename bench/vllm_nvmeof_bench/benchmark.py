@@ -32,7 +32,6 @@ BENCHMARKS = {
     "hotpath": ("hotpath", "hotpath.measure"),
     "follow": ("follow", "hotpath.follow"),
     "moving": ("moving", "serve.moving"),
-    "alone": ("alone", "hotpath.alone"),
     "borrow": ("borrow", "serve.borrow"),
     "peers": ("peers", "peers.measure"),
     "cost": ("cost", "cost"),
@@ -65,7 +64,7 @@ GROUPS = {
     "copy": Group(MACHINE),
     "hotpath": Group(
         DEVELOPERS,
-        {"chunks": "hotpath", "alone": "alone", "follow": "follow"},
+        {"chunks": "hotpath", "follow": "follow"},
         "Measure the CPU time of our threads, without a GPU and without I/O.",
     ),
     "cost": Group(DEVELOPERS),

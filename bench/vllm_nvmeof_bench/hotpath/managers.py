@@ -11,7 +11,6 @@ import pickle
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -40,7 +39,6 @@ from vllm_nvmeof_offload.protocol import (
     Report,
 )
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
-from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings
 
 KEY_BYTES = 36  # vLLM's: a SHA-256 and the number of a group
 TARGETS = 2
@@ -208,14 +206,7 @@ class OurManager(_Manager):
     manager: NVMeoFOffloadingManager
     _others = 0  # steps of other requests
 
-    def __init__(
-        self,
-        adopted: AdoptedEntries,
-        cache_slots: int,
-        targets: Sequence[Path] = (),
-        share: ShareSettings | None = None,
-    ) -> None:
-        """targets: directories, for a manager that shares its pool. share: None: no sharing."""
+    def __init__(self, adopted: AdoptedEntries, cache_slots: int) -> None:
         super().__init__(NVMeoFOffloadingManager(CoreConfig(reload_cache_share=0.5)))
         hello = RankHello(
             rank=0,
@@ -227,12 +218,11 @@ class OurManager(_Manager):
             slot_bytes=1 << 16,
             adopted=adopted,
             tag=_TAG,
-            targets=tuple(map(str, targets)),
         )
         self._keys: dict[str, _Keys] = {}  # ID of a waiting request → its keys
         queue = Queue(self._keys_of, lambda *_: (), lambda request, key: False, _GROUPS)
         began_s = time.thread_time()
-        self.manager.attach([hello], KEY_BYTES, _GROUPS, queue, share=share)
+        self.manager.attach([hello], KEY_BYTES, _GROUPS, queue)
         self.attach_s = time.thread_time() - began_s
 
     def look_up(self, batches: Batches, contexts: Sequence[ReqContext]) -> list[LookupResult]:

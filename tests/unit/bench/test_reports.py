@@ -16,7 +16,7 @@ from vllm_nvmeof_bench.benchmark import BENCHMARKS, report_of
 from vllm_nvmeof_bench.report import Column, Report, Table, common_lines, markdown, show
 from vllm_nvmeof_bench.results import BenchError, Paired, Spread, dump, name_in
 
-from tests.unit.bench import made_up, test_alone
+from tests.unit.bench import made_up
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -29,13 +29,11 @@ def file_of(name: str) -> Path | None:
 
 
 @pytest.fixture(params=BENCHMARKS)
-def file(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-    """A file of each benchmark; no measurement of `alone` was kept."""
-    if (found := file_of(request.param)) is not None:
-        return found
-    assert request.param == "alone"
-    dump(tmp_path / "alone.json", "alone", test_alone.everything(), test_alone.CONDITIONS)
-    return tmp_path / "alone.json"
+def file(request: pytest.FixtureRequest) -> Path:
+    """A file of each benchmark."""
+    found = file_of(request.param)
+    assert found is not None
+    return found
 
 
 def printed(report: Report, path: Path) -> str:
