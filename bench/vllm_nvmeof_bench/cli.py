@@ -82,8 +82,7 @@ def bench_of(command_name: str, found: Report, command: Command, panel: str | No
         "plot": (Plot, None),
     }
     if found.goals is not None:
-        options.setdefault("goals", (Goals, True))
-        options["check"] = (Check, False)
+        options |= {"goals": (Goals, True), "check": (Check, False)}
     return _command_of(command_name, run, options, command.help, panel)
 
 

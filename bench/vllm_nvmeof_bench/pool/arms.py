@@ -93,12 +93,6 @@ class Settings:
     bytes_per_round: int = size_option(GIB, "Bytes per batch.")
     depth: int = option(32, "Blocks in flight for fio and the ring.")
     seed: int = option(1, "Seed for random bytes and the choice of blocks to read.")
-    goals: bool = option(
-        True,
-        "Print the goals, and measure the manager, to which some apply.",
-        recorded=False,
-        flag="--targets/--no-targets",
-    )
     single_bytes: int = 128 * MIB
     queued_bytes: int = 64 * MIB
     episode_bytes: int = GIB

@@ -30,16 +30,13 @@ import random
 import shutil
 import time
 from collections.abc import Callable
-from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from vllm_nvmeof_bench import conditions
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.home import home_in, quiet_interpreter, sync_file_system
-from vllm_nvmeof_bench.manager import measure_manager
 from vllm_nvmeof_bench.pool.arms import (
     Fio,
     FsMover,
@@ -71,7 +68,6 @@ _FLAT = {"fio": measure_fio, "ring": measure_ring, "ring_slots": measure_ring_sl
 #: The directory of the compiled ring loop, relative to the current directory.
 _BUILD_DIR = Path("build/bench")
 _REMEDY = "give another --dir, or fewer --bytes-per-round"
-_MANAGER_ENTRIES = 1_000_000
 #: Descriptions with more parts than this are of single measurements, and are not logged.
 _LOGGED_PARTS = 2
 
@@ -220,27 +216,13 @@ class _Run:
         self._on_progress(self._done, sum(map(len, kinds)) * settings.rounds, what)
 
 
-def _measure_manager() -> dict[str, Any]:
-    """Measure the manager in a separate process that has not imported vLLM."""
-    with ProcessPoolExecutor(1, get_context("spawn")) as process:
-        try:
-            return process.submit(measure_manager, _MANAGER_ENTRIES).result()
-        except BrokenExecutor as error:
-            raise BenchError(f"the manager's benchmark failed: {error}") from None
-
-
 def measure(settings: Settings, json_path: Path) -> None:
     """Run the benchmark and write the JSON file.
 
     Raises: BenchError: the benchmark cannot run here, or an arm failed.
     """
     with progress(lambda what: what.count(" · ") <= _LOGGED_PARTS) as on_progress:
-        samples, found = run(settings, on_progress)
-        manager = None
-        if settings.goals:
-            on_progress(1, 1, "the manager with a million entries")
-            manager = _measure_manager()
-    dump(json_path, "pool", samples, {**found, "manager": manager})
+        dump(json_path, "pool", *run(settings, on_progress))
 
 
 COMMANDS = (

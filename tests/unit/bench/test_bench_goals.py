@@ -70,12 +70,12 @@ def test_without_a_rival_the_best_rival_is_unknown(arm: str) -> None:
 
 def test_an_unmeasured_goal_is_neither_reached_nor_missed() -> None:
     rows = goals([], {})
-    assert len(rows) == 16
+    assert len(rows) == 13
     assert all(one.reached is None and one.n == 0 for one in rows)
     assert missed(rows) == []
 
 
-def test_the_manager_is_judged_by_upper_bounds() -> None:
+def test_times_and_the_manager_of_older_files_are_judged_by_upper_bounds() -> None:
     samples = without(everything(BLOCKS), "ours", "read_beside_writes", 2 * MIB)
     samples += rounds("ours", "read_beside_writes", 2 * MIB, [1.0] * 3, None, 30_000.0)
     rows = goals(samples, {"manager": {**GOOD_MANAGER, "lookup_us": 1.5}})
