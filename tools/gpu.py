@@ -119,8 +119,7 @@ STAGES: dict[str, Stage] = {
         300,
         bench("copy", "copy", "--rounds", "3", "--parts", "transfer,few,both,submit,loops"),
     ),
-    "benchmodel": Stage(240, bench("copy", "copy-model", "--rounds", "3", "--parts", "model,disk")),
-    "sweep": Stage(240, bench("copy", "copy-sweep", "--rounds", "3", "--parts", "sweep")),
+    "benchdisk": Stage(240, bench("copy", "copy-disk", "--rounds", "3", "--parts", "disk")),
     "crc": Stage(150, bench("copy", "crc", "--rounds", "3", "--parts", "crc")),
     "hotpath": Stage(240, bench("hotpath chunks", "hotpath-gpu", "--repeats", "3")),
     "ttft": Stage(

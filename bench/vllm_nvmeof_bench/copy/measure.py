@@ -5,13 +5,10 @@ Cases, in GB/s (1e9 bytes of payload per second) unless stated otherwise:
 
     transfer  one transfer of `blocks` blocks, and one contiguous copy of the same bytes
     few       transfers of few small fragments, where `auto`'s choice matters
-    model     one transfer of `blocks` fragments, or blocks, of each model in vLLM's table
     both      both directions at once at `both_size`, half of the blocks each; then one at a time
     mix       as both, with another share of loads: "load 25%"
     submit    host time of one submit of the engine, µs
     loop_…    steps/s of a compute loop during copies
-    sweep     the kernel with 2 to 32 thread blocks: arms kernel_2 … kernel_32
-    sweep_matrix  steps/s of a bf16 matrix product while each of these arms copies both ways
     crc       CRC-32C of chunks in GPU memory by the GPU; the arms are launch configurations
     crc_join  host time to join the parts of one chunk's CRC, µs
     crc_beside  as crc, at up to `crc_gb_per_s`, during the product of crc_matrix
@@ -44,7 +41,7 @@ from vllm_nvmeof_bench.conditions import packages
 from vllm_nvmeof_bench.copy.world import CrcKernel, World, load_theirs
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
-from vllm_nvmeof_bench.reports.copy import Sample, model_blocks
+from vllm_nvmeof_bench.reports.copy import Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_names, option, recorded
 from vllm_nvmeof_bench.stream import load as stream
@@ -59,21 +56,16 @@ from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
 #: The parts measured by default.
-_USUAL_PARTS = ("transfer", "few", "model", "both", "submit", "loops", "disk")
-_PARTS = (*_USUAL_PARTS, "sweep", "crc")
-
-
-def _model_sizes() -> tuple[int, ...]:
-    sizes = {size for one in model_blocks() for size in (one.fragment_bytes, one.block_bytes)}
-    return tuple(sorted(sizes))
+_USUAL_PARTS = ("transfer", "few", "both", "submit", "loops", "disk")
+_PARTS = (*_USUAL_PARTS, "crc")
 
 
 @dataclass(frozen=True)
 class Settings:
     """sizes: block sizes in bytes, for transfers of `blocks` blocks or as many as fit into
     `bytes_max`. counts: blocks per transfer of the `small_sizes`. loop_s: duration of each compute
-    loop. sweep_blocks: thread blocks of the kernel. mix_percent: shares of loads in addition to the
-    50 % of `both`. crc_chunks: (bytes per piece, pieces per chunk); crc_bytes: bytes per run;
+    loop. mix_percent: shares of loads in addition to the 50 % of `both`. crc_chunks: (bytes per
+    piece, pieces per chunk); crc_bytes: bytes per run;
     crc_gb_per_s: rate limit during the matrix product, that of a fast link; crc_launches: (blocks,
     threads, bytes, whether urgent). disk_bytes: bytes per load; disk_chunk_bytes: bytes per pool
     slot; disk_tier_slots: cache slots for the two phases.
@@ -86,8 +78,7 @@ class Settings:
     )
     parts: tuple[str, ...] = option(
         _USUAL_PARTS,
-        f"Parts: {','.join(_PARTS)}; sweep varies the kernel's thread blocks, crc measures CRC-32C "
-        "by the GPU.",
+        f"Parts: {','.join(_PARTS)}; crc measures CRC-32C by the GPU.",
     )
     rounds: int = option(5, "Samples per measurement.", min=1)
     gib: float = option(4.0, "GiB of GPU memory and of pinned memory to use.", min=0.25)
@@ -95,13 +86,10 @@ class Settings:
     sizes: tuple[int, ...] = tuple((4 * KIB) << k for k in range(13))  # 4 KiB … 16 MiB
     small_sizes: tuple[int, ...] = tuple((4 * KIB) << k for k in range(7))  # 4 KiB … 256 KiB
     counts: tuple[int, ...] = (4, 16, 64, 256)
-    model_sizes: tuple[int, ...] = _model_sizes()
     both_size: int = 2 * MIB
     mix_percent: tuple[int, ...] = (10, 25, 75, 90)
     submit_size: int = 512 * KIB
     loop_s: float = 2.0
-    sweep_blocks: tuple[int, ...] = (2, 4, 8, 12, 16, 24, 32)
-    sweep_sizes: tuple[int, ...] = (8 * KIB, 32 * KIB, 128 * KIB, 2 * MIB)
     crc_chunks: tuple[tuple[int, int], ...] = ((2 * MIB, 1), (64 * KIB, 8), (72 * KIB, 5))
     crc_bytes: int = 256 * MIB
     crc_gb_per_s: float = 12.5
@@ -287,7 +275,6 @@ class Bench:
         cases: dict[str, Callable[[int], Iterator[Sample]]] = {
             "transfer": partial(self._one_way, "transfer", settings.shapes(settings.sizes)),
             "few": partial(self._one_way, "few", few),
-            "model": partial(self._one_way, "model", settings.shapes(settings.model_sizes)),
             "both": self._both_ways,
             "submit": self._submits,
         }
@@ -299,9 +286,7 @@ class Bench:
             raise BenchError(f"every way to copy failed: {failed}")
         return self._kept(samples)
 
-    def _one_way(
-        self, part: str, shapes: _Shapes, number: int, arms: Iterable[str] = ()
-    ) -> Iterator[Sample]:
+    def _one_way(self, part: str, shapes: _Shapes, number: int) -> Iterator[Sample]:
         """Measure one direction at a time; for "transfer", also a contiguous copy per shape."""
         for direction, (size, count) in itertools.product(Direction, shapes):
             where = direction.value, size, count, number
@@ -310,7 +295,7 @@ class Bench:
                 for one in self._rates(part, ("dma",), where, whole):
                     yield replace(one, arm="contiguous")
             work = {direction: self._world.pieces(size, count, number + 1)}
-            yield from self._rates(part, arms or self._world.arms, where, work)
+            yield from self._rates(part, self._world.arms, where, work)
 
     def _both_ways(self, number: int) -> Iterator[Sample]:
         """Measure stores and loads at once, half and half and in mixes, then each by itself."""
@@ -424,27 +409,6 @@ class Bench:
         finally:
             stopping.set()
             thread.join()
-
-    # -- the kernel by its thread blocks -------------------------------------------------
-
-    def sweep(self) -> list[Sample]:
-        """Measure GB/s per number of thread blocks and, with torch, a product during the copies."""
-        world, settings = self._world, self._settings
-        if Backend.KERNEL.value in world.failed:
-            return []
-        step = None if self._torch is None else self._matrix_step()
-        samples = []
-        for number in self._rounds("thread blocks", warm_up=True):
-            for blocks in settings.sweep_blocks:
-                with world.kernel_of(blocks) as arm:
-                    shapes = settings.shapes(settings.sweep_sizes)
-                    samples += self._one_way("sweep", shapes, number, (arm,))
-                    if number == 0 and step is not None and arm in world.arms:
-                        with self._copying(arm):
-                            samples.append(self._steps("sweep_matrix", arm, 0, step))
-            if number == 0 and step is not None:
-                samples.append(self._steps("sweep_matrix", "alone", 0, step))
-        return self._kept(samples)
 
     # -- CRC-32C by the GPU --------------------------------------------------------------
 
@@ -582,7 +546,7 @@ def measure(settings: Settings, json_path: Path) -> None:
             dump(json_path, "copy", [*samples, *newest], about_run)
 
         bench = Bench(world, settings, torch, on_progress, keep)
-        more = {"sweep": bench.sweep, "crc": bench.crc, "loops": bench.loops, "disk": bench.disk}
+        more = {"crc": bench.crc, "loops": bench.loops, "disk": bench.disk}
         wanted = [part for name, part in more.items() if name in settings.parts]
         for part in (bench.copies, *wanted):
             samples += part()

@@ -179,19 +179,6 @@ class World:
         starts = pieces[:, 1] - np.uint64(self._staging.ctypes.data)
         return [self._staging[at:end] for at, end in np.c_[starts, starts + pieces[:, 2]].tolist()]
 
-    @contextlib.contextmanager
-    def kernel_of(self, blocks: int) -> Iterator[str]:
-        """Add an arm during the context: the kernel with `blocks` thread blocks; yield its name."""
-        name = f"kernel_{blocks}"
-        kernel = self._copier(blocks)
-        assert kernel is not None, "there is no kernel"
-        self.arms[name] = functools.partial(self._by_kernel, kernel)
-        try:
-            yield name
-        finally:
-            self.arms.pop(name, None)  # it may have failed
-            kernel.close()
-
     def submit_us(self, size: int, count: int, direction: Direction, backend: Backend) -> float:
         """Return the host time of one `submit` to an engine whose streams were used before."""
         kernel = self._copier() if backend is Backend.KERNEL else None
@@ -222,10 +209,10 @@ class World:
         del self._staging
         self._memory.close()
 
-    def _copier(self, blocks: int = BLOCKS_MAX) -> KernelCopier | None:
+    def _copier(self) -> KernelCopier | None:
         if isinstance(self._function, EngineError):
             return None
-        return KernelCopier(self.cuda, self._function, blocks, self._tables)
+        return KernelCopier(self.cuda, self._function, BLOCKS_MAX, self._tables)
 
     def _calibrated(self) -> list[Cell]:
         """Return the cells by which `auto` chooses; none without a kernel or if this fails."""

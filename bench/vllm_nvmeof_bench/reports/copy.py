@@ -1,33 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench copy`: tables, goals, and the block sizes of the models that vLLM lists.
+"""The report of `bench copy`: tables and goals.
 
 Goals apply to medians over rounds. A goal is decided by its worst size, count or direction.
 """
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from vllm_nvmeof_bench.report import Column, Report, Table, arm_columns, by, rows_of
 from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import (
     Figure,
     Goal,
-    Spread,
     bound,
     distinct,
     median_of,
     select,
-    spread_of,
-    values_of,
     worst,
 )
-from vllm_nvmeof_offload.commands.size.deployment import Deployment
-from vllm_nvmeof_offload.commands.size.kv import KvSizes
-from vllm_nvmeof_offload.commands.size.model import preset
 from vllm_nvmeof_offload.copy.calibration import KERNEL_MARGIN
 from vllm_nvmeof_offload.units import KIB, MIB, format_bytes
 
@@ -47,51 +40,6 @@ class Sample:
     count: int
     round: int
     value: float
-
-
-#: The model, tensor parallel size and tokens per block of each row in vLLM's table.
-_MODELS = (
-    ("deepseek-ai/DeepSeek-R1-Distill-Qwen-32B", 2, 16),
-    ("deepseek-ai/DeepSeek-V2-Lite-Chat", 1, 64),
-    ("meta-llama/Llama-3.1-8B-Instruct", 1, 16),
-    ("meta-llama/Llama-3.2-1B-Instruct", 1, 16),
-    # The table says 1, but its sizes are those of 4.
-    ("meta-llama/Llama-3.1-70B-Instruct", 4, 16),
-    ("mistralai/Mistral-7B-Instruct-v0.2", 1, 16),
-    ("mistralai/Mistral-Small-24B-Instruct-2501", 1, 16),
-    ("Qwen/Qwen2.5-3B-Instruct", 1, 16),
-    ("Qwen/Qwen3-0.6B", 1, 16),
-    ("Qwen/Qwen2.5-7B-Instruct", 1, 16),
-    ("Qwen/Qwen3-4B-Instruct-2507", 1, 16),
-    ("Qwen/Qwen2.5-1.5B-Instruct", 1, 16),
-    # The table says 28 KiB and 1.97 MiB, which no tensor parallel size gives.
-    ("Qwen/Qwen3-8B", 1, 16),
-    ("Qwen/Qwen3-1.7B", 1, 16),
-    ("Qwen/Qwen3-32B", 2, 16),
-)
-
-
-class ModelBlock(NamedTuple):
-    """A model's sizes in bytes on one rank.
-
-    A *fragment* is a contiguous part of a block if layers, keys and values are in separate tensors
-    (vLLM 0.11). A *block* contains all layers (vLLM 0.12 and later, as our connector requests).
-    """
-
-    name: str
-    tensor_parallel: int
-    fragment_bytes: int
-    block_bytes: int
-
-
-def model_blocks() -> Iterator[ModelBlock]:
-    """Yield the models' sizes in the table's order."""
-    for name, tensor_parallel, block_tokens in _MODELS:
-        model = preset(name)
-        deployment = Deployment(tensor_parallel=tensor_parallel, block_tokens=block_tokens)
-        sizes = KvSizes(model, deployment)
-        fragment = sizes.fragment_bytes(model.caches[0])
-        yield ModelBlock(name, tensor_parallel, fragment, sizes.block_bytes())
 
 
 _LARGE = 512 * KIB
@@ -188,8 +136,6 @@ _TITLES = {
     "both": "Both directions at once, and each alone, GB/s",
     "mix": "Both directions at once, by the share of loads, GB/s",
     "submit": "Host time of one submit, µs",
-    "sweep": "The copy kernel by its thread blocks, GB/s",
-    "sweep_matrix": "bf16 matrix products beside the kernel by its thread blocks, steps/s",
     "crc": "CRC-32C by the GPU, GB/s; blocks: the pieces of a chunk",
     "crc_join": "Host time to join the parts of one chunk's CRC, µs",
     "crc_beside": "CRC-32C by the GPU at the rate of a fast link, beside a product, GB/s",
@@ -216,37 +162,9 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
         ]
         rows = rows_of(chosen, "direction", "block_bytes", "count")
         yield Table(f"{title}; median of {rounds} rounds", columns, rows, grouped=True)
-    if chosen := select(samples, case="model"):
-        yield _model_table(chosen)
     for case in ("disk", *sorted({s.case for s in samples if s.case.startswith("loop_")})):
         if chosen := select(samples, case=case):
             yield _arm_table(chosen, case)
-
-
-def _model_table(samples: Sequence[Sample]) -> Table:
-    """Return a table with two rows per model: fragments and whole blocks."""
-
-    def middle(direction: str, arm: str) -> Callable[[Any], Spread | None]:
-        mine = select(samples, arm=arm, direction=direction)
-        return lambda row: spread_of(values_of(mine, "value", block_bytes=row[2]))
-
-    rows = [
-        (one, what, size)
-        for one in model_blocks()
-        for what, size in (("fragment", one.fragment_bytes), ("block", one.block_bytes))
-    ]
-    columns = [
-        Column("model", lambda row: row[0].name.split("/")[-1]),
-        Column("TP", lambda row: row[0].tensor_parallel),
-        Column("", lambda row: row[1]),
-        Column("bytes", lambda row: format_bytes(row[2])),
-        *(
-            Column(" ".join(way), middle(*way), "{:.1f}", drawn=True)
-            for way in itertools.product(("store", "load"), arms_of(samples))
-        ),
-    ]
-    title = "Transfers of the models of vLLM's table, GB/s; fragments: a tensor per layer"
-    return Table(title, columns, rows, grouped=True)
 
 
 def _arm_table(chosen: Sequence[Sample], case: str) -> Table:

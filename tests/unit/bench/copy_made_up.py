@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from vllm_nvmeof_bench.reports.copy import Sample, model_blocks
+from vllm_nvmeof_bench.reports.copy import Sample
 
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -39,10 +39,6 @@ def everything() -> list[Sample]:
                 found += one("transfer", arm, direction, size, 1000, rate * share)
         for arm in ("dma", "kernel", "auto"):
             found += one("few", arm, direction, 4 * KIB, 16, 5.0)
-        for arm in ("dma", "auto", "vllm"):
-            for shape in model_blocks():
-                for size in (shape.fragment_bytes, shape.block_bytes):
-                    found += one("model", arm, direction, size, 1000, 40.0)
         found += one("both", "dma", direction, 2 * MIB, 500, 50.0)
         found += one("submit", "dma", direction, 512 * KIB, 1000, 30.0)
     found += one("both", "dma", "both", 2 * MIB, 1000, 85.0)

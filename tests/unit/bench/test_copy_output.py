@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.reports.copy import Sample, goals, model_blocks
+from vllm_nvmeof_bench.reports.copy import Sample, goals
 from vllm_nvmeof_bench.results import BenchError, Goal, dump, load, missed
 
 from tests.unit.bench.copy_made_up import CONDITIONS, everything
@@ -93,14 +93,6 @@ def test_without_vllms_arm_its_goal_is_neither_reached_nor_missed() -> None:
     samples = [one for one in everything() if one.arm != "vllm"]
     assert rows(samples)["auto / vLLM's own code, 16 to 64 KiB"].reached is None
     assert all(row.reached is None for row in goals([], CONDITIONS))
-
-
-def test_the_models_are_those_of_the_table() -> None:
-    models = list(model_blocks())
-    assert len(models) == 15 and len({one.name for one in models}) == 15
-    by_name = {one.name: one for one in models}
-    llama = by_name["meta-llama/Llama-3.1-8B-Instruct"]
-    assert (llama.fragment_bytes, llama.block_bytes) == (32 * KIB, 2 * MIB)
 
 
 def test_a_file_reads_back_and_other_files_are_refused(tmp_path: Path) -> None:

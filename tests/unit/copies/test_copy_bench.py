@@ -40,7 +40,6 @@ SETTINGS = Settings(
     sizes=(4 * KIB, 512 * KIB),
     small_sizes=(4 * KIB,),
     counts=(4,),
-    model_sizes=(72 * KIB,),
     both_size=64 * KIB,
     mix_percent=(25,),
     submit_size=4 * KIB,
@@ -77,7 +76,7 @@ def test_every_case_is_measured_and_nothing_is_left(tmp_path: Path) -> None:
     assert not cuda.registered and not cuda.allocated and not cuda.events
     found, about = load(file, "copy", Sample)
     assert found == samples
-    cases = {"transfer", "few", "model", "both", "mix", "submit"}
+    cases = {"transfer", "few", "both", "mix", "submit"}
     assert {one.case for one in samples} == cases
     assert {one.arm for one in samples} == {"contiguous", *ARMS, "vllm"}
     assert {s.direction for s in samples if s.case == "mix"} == {"load 25%"}
@@ -101,7 +100,7 @@ def test_staging_is_the_product_s_and_no_copy_crosses_a_registration() -> None:
     row = world.pieces(4 * KIB, 1)[0].tolist()
     assert "dc" in vm_flags(row[1]), "a forked child would inherit it: not the product's mapping"
     # Not a divisor of a registration: 14 blocks, then a gap.
-    sizes = Settings(**{**vars(SETTINGS), "model_sizes": (72 * KIB,), "blocks": 40})
+    sizes = Settings(**{**vars(SETTINGS), "sizes": (72 * KIB,), "blocks": 40})
     cuda.regions = [*cuda.registered.items(), (row[0], 5 * MIB)]
     assert {one.arm for one in Bench(world, sizes).copies()} == {"contiguous", *ARMS}
     world.close()
@@ -142,7 +141,7 @@ def test_an_arm_that_fails_is_left_out_with_its_error(times: int) -> None:
     about = conditions_of(world, SETTINGS, "a stand-in")
     world.close()
     assert {one.arm for one in samples} == {"contiguous", *ARMS}
-    assert {one.case for one in samples} == {"transfer", "few", "model", "both", "mix", "submit"}
+    assert {one.case for one in samples} == {"transfer", "few", "both", "mix", "submit"}
     assert about["failed_arms"] == {"vllm": "ValueError: no such"}
     assert "left out: vllm: ValueError: no such" in REPORTS[0].lines(about)
 
@@ -166,7 +165,6 @@ def test_without_a_kernel_dma_is_measured() -> None:
         "dma",
         "dma_overlap",
     }
-    assert Bench(world, SETTINGS, None).sweep() == []
     assert world.failed == dict.fromkeys(("kernel", "auto"), "EngineError: no NVRTC library")
     world.close()
 
@@ -231,32 +229,6 @@ class _Compute:
 
     def mm(self, *factors: object, **named: object) -> None:
         self.products += 1
-
-
-def test_the_kernel_is_swept_over_its_thread_blocks(working: FakeCuda) -> None:
-    few = replace(SETTINGS, sweep_blocks=(2, 8), sweep_sizes=(4 * KIB, 64 * KIB), loop_s=0.01)
-    world = World(working, 1, few.bytes_max)
-    compute = _Compute()
-    samples = Bench(world, few, compute).sweep()
-    rates = {(s.arm, s.direction, s.block_bytes, s.count) for s in samples if s.case == "sweep"}
-    assert rates == {
-        (f"kernel_{blocks}", direction, size, 8)
-        for blocks in (2, 8)
-        for direction in ("store", "load")
-        for size in few.sweep_sizes
-    }
-    steps = [s.arm for s in samples if s.case == "sweep_matrix"]
-    assert sorted(steps) == ["alone", "kernel_2", "kernel_8"] and compute.products
-    assert "kernel_8" not in world.arms, "an arm was left"
-    world.close()
-    assert not working.allocated
-
-
-def test_the_sweep_goes_on_without_torch() -> None:
-    few = replace(SETTINGS, sweep_blocks=(2,), sweep_sizes=(4 * KIB,))
-    world = World(FakeCuda(), 1, few.bytes_max)
-    assert {s.case for s in Bench(world, few, None).sweep()} == {"sweep"}
-    world.close()
 
 
 CRC_SETTINGS = replace(
