@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Route OpenAI requests to prefill and decode servers with DualPath's scheduling.
 
-    PYTHONPATH=bench python examples/dual_path_router.py --port 8000 \
+    python examples/dual_path_router.py --port 8000 \
         --prefill http://a:8100 --prefill http://b:8100 \
         --decode http://c:8200,c:7300 --decode http://d:8200,d:7300
 
@@ -12,7 +12,7 @@ a request counts until its answer is complete.
 
 Prompts go to the prefill server with the fewest outstanding tokens among those with a short read
 queue. Answers come from the decode server with the fewest requests among those near the mean (Wu et
-al., arXiv 2602.21548; the simulator also uses `vllm_nvmeof_bench.servers.dual_path`). Outstanding
+al., arXiv 2602.21548; `dual_path.py`, which the simulator also uses). Outstanding
 tokens are this router's own counts; read queues are the servers' gauges, polled every 100 ms. A
 server without that gauge counts as idle. A text's tokens are estimated from its length.
 
@@ -33,12 +33,12 @@ from typing import Any
 
 import httpx
 import uvicorn
+from dual_path import choose_decode, choose_helpers, choose_prefill
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from vllm_nvmeof_bench.servers.dual_path import choose_decode, choose_helpers, choose_prefill
 
 QUEUE = re.compile(
     r'^vllm:nvmeof_read_queue_seconds\{[^}]*lane="(?!peer)[^}]*\} (\S+)', re.MULTILINE

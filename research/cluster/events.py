@@ -21,8 +21,7 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Protocol
 
-from vllm_nvmeof_bench.servers.dual_path import choose_decode, choose_helpers, choose_prefill
-
+from examples.dual_path import choose_decode, choose_helpers, choose_prefill
 from research.cluster.agents import Agent
 from research.cluster.lanes import Lane, SharedLane
 from research.cluster.machines import Machines

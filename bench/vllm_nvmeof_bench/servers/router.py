@@ -46,7 +46,7 @@ class RunningRouter:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**os.environ, "PYTHONPATH": str(_ROOT / "bench"), "NO_COLOR": "1"},
+                env={**os.environ, "NO_COLOR": "1"},
                 process_group=0,
             )
 

@@ -25,6 +25,7 @@ PROMPT = {"model": "m", "prompt": list(range(100)), "max_tokens": 10}
 
 
 def loaded() -> ModuleType:
+    sys.path.insert(0, str(PATH.parent))  # as for a script
     specification = importlib.util.spec_from_file_location("dual_path_router", PATH)
     assert specification is not None
     assert specification.loader is not None

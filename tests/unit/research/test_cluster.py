@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.servers.dual_path import choose_decode, choose_helpers, choose_prefill
 from vllm_nvmeof_bench.traces import read_trace
 
+from examples.dual_path import choose_decode, choose_helpers, choose_prefill
 from research.cluster import events, measure, real
 from research.cluster.__main__ import app
 from research.cluster.agents import Agent, Means, described, drawn_agents, recorded_agents

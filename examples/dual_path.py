@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing of a turn: DualPath's scheduling (Wu et al., arXiv 2602.21548), as pure functions.
 
-Both the simulator and `examples/dual_path_router.py` use these functions. The servers choose a link
+Both the simulator and `dual_path_router.py` use these functions. The servers choose a link
 per chunk; a router only names helpers.
 """
 
