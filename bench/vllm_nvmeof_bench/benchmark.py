@@ -32,7 +32,6 @@ BENCHMARKS = {
     "hotpath": ("hotpath", "hotpath.measure"),
     "follow": ("follow", "hotpath.follow"),
     "moving": ("moving", "serve.moving"),
-    "borrow": ("borrow", "serve.borrow"),
     "peers": ("peers", "peers.measure"),
     "cost": ("cost", "cost"),
     "copy": ("copy", "copy.measure"),
@@ -53,7 +52,7 @@ class Group:
 GROUPS = {
     "serve": Group(
         SERVERS,
-        {name: name for name in ("ttft", "hits", "turns", "stall", "moving", "borrow")},
+        {name: name for name in ("ttft", "hits", "turns", "stall", "moving")},
         "Measure whole servers: by their URLs, or small ones that are started here.",
     ),
     "replay": Group(SERVERS),

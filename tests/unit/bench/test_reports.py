@@ -85,7 +85,7 @@ def test_whole_and_incomplete_files_have_what_a_picture_draws(file: Path) -> Non
     assert all(one.low <= one.median <= one.high for one in drawn if one is not None)
 
 
-@pytest.mark.parametrize("name", ["pool", "borrow"], ids=["lines", "bars"])
+@pytest.mark.parametrize("name", ["pool", "moving"], ids=["lines", "bars"])
 def test_a_picture_is_a_png(name: str, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = file_of(name)
