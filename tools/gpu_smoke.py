@@ -16,7 +16,7 @@ from importlib import import_module, metadata
 from typing import Any
 
 import numpy as np
-from vllm_nvmeof_bench.copy.world import World, load_theirs
+from vllm_nvmeof_bench.copy import World, load_theirs
 
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.calibration import KvDevice

@@ -26,15 +26,15 @@ BENCHMARKS = {
     "replay": ("replay", "replay"),
     "simulate": ("simulate", "simulate"),
     "latency": ("latency", "latency"),
-    "pool": ("pool", "pool.measure"),
+    "pool": ("pool", "pool"),
     "stream": ("stream", "stream.measure"),
     "stall": ("stall", "serve.stall"),
     "hotpath": ("hotpath", "hotpath.measure"),
     "follow": ("follow", "hotpath.follow"),
     "moving": ("moving", "serve.moving"),
-    "peers": ("peers", "peers.measure"),
+    "peers": ("peers", "peers"),
     "cost": ("cost", "cost"),
-    "copy": ("copy", "copy.measure"),
+    "copy": ("copy", "copy"),
 }
 
 

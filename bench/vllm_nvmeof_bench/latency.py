@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, TypeVar
 from vllm_nvmeof_bench import conditions
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.home import home_in, quiet_interpreter
-from vllm_nvmeof_bench.pool.arms import (
+from vllm_nvmeof_bench.pool import (
     EngineMover,
     Fio,
     Ground,

@@ -3,19 +3,30 @@
 
 The cost of one scan of another server's table or log is CPU time of the product's code on this
 thread, with a new foreign table in each round. Delays and the cost of idling are measured on a real
-follower process. For the delays, two real writers (`owner`) store chunks, one with a log and one
+follower process. For the delays, two real writers store chunks, one with a log and one
 without. All other servers are simulated: their tables and logs are real, but their slabs are empty,
 because no follower opens them.
+
+A writer, `python -m vllm_nvmeof_bench.hotpath.follow PLAN`, uses the product's pool and I/O engine,
+whose table thread writes the table and the log. The process prints a line when its pool is open,
+begins when it receives a line, and prints the time at which each write completed. It keeps the pool
+open until its stdin ends.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
+import mmap
 import os
 import random
+import select
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +36,12 @@ import numpy.typing as npt
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.home import home_in
-from vllm_nvmeof_bench.hotpath.owner import KEYSPACE, PAYLOAD_BYTES, Owner, Plan, owner
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.reports.follow import CHANGED, FIRST, IDLE, LOG, PUT, SAME, SCAN, Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded
+from vllm_nvmeof_offload.config import TUNING
+from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.follow.follower import (
     FOLLOW_MS,
     QUIET_S,
@@ -39,12 +51,15 @@ from vllm_nvmeof_offload.follow.follower import (
 )
 from vllm_nvmeof_offload.follow.owners import COMPLETE, Owners
 from vllm_nvmeof_offload.groups import GroupKind
+from vllm_nvmeof_offload.io.base import IoEngine, IoOp
+from vllm_nvmeof_offload.io.native import choose_io_engine
 from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter, core
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     LOG_FILE,
     SLAB_FILE,
     TABLE_FILE,
+    Keyspace,
     StoredGroup,
     Superblock,
     encode_entry,
@@ -54,8 +69,109 @@ from vllm_nvmeof_offload.pool.format import (
 from vllm_nvmeof_offload.pool.lease import DirectoryLock, Lease, Permits
 from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX, RECORDS_PER_PAGE
 from vllm_nvmeof_offload.pool.ownership import LOCAL
-from vllm_nvmeof_offload.protocol import SlotIdentity
-from vllm_nvmeof_offload.units import MIB, PAGE_BYTES, slot_stride_bytes
+from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency, place_of
+from vllm_nvmeof_offload.units import KIB, MIB, PAGE_BYTES, slot_stride_bytes
+
+KEYSPACE = Keyspace.of({"model": "bench hotpath follow"})
+PAYLOAD_BYTES = 4 * KIB
+_CLOSE_S_MAX = 30.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """puts: chunks to store, at random times, puts_per_s on average. slots: slots of the pool.
+
+    log_pages: 0: no log, so that others must scan the table.
+    """
+
+    target: str
+    seed: int
+    slots: int
+    log_pages: int
+    puts: int
+    puts_per_s: float
+
+    def key(self, number: int) -> bytes:
+        """Return the key of the chunk with this number."""
+        return random.Random(f"{self.seed} {number}").randbytes(32) + bytes(4)
+
+    @property
+    def disk_bytes(self) -> int:
+        return self._spec().pool_bytes
+
+    def open(self) -> Pool:
+        """Open the pool in the first free directory on the target."""
+        return Pool.open(self._spec())
+
+    def _spec(self) -> PoolSpec:
+        targets, size = (Path(self.target),), PAYLOAD_BYTES
+        spec = PoolSpec(targets, 1, size, KEYSPACE, log_pages=self.log_pages)
+        slots_bytes = self.slots * (spec.slot_bytes + ENTRY_BYTES)
+        return replace(spec, pool_bytes=slots_bytes + self.log_pages * PAGE_BYTES)
+
+
+class Owner:
+    """A handle for a writer's process. Created by `owner`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        self._process = process
+
+    def wait_ready(self) -> None:
+        """Wait until the pool is open; raise BenchError if the process exits."""
+        assert self._process.stdout is not None
+        if not self._process.stdout.readline():
+            raise BenchError("a server that stores chunks has exited")
+
+    def begin(self) -> None:
+        assert self._process.stdin is not None
+        print(file=self._process.stdin, flush=True)
+
+    def completed_s(self) -> list[float]:
+        """Return the times by `time.monotonic` at which the writes completed; end the process."""
+        written: list[float] = json.loads(self._process.communicate()[0] or "[]")
+        return written
+
+
+@contextmanager
+def owner(plan: Plan) -> Iterator[Owner]:
+    """Run a writer in a process of its own; kill it at the end."""
+    command = [sys.executable, "-m", __name__, json.dumps(asdict(plan))]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    try:
+        yield Owner(process)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _write(plan: Plan, engine: IoEngine, address: int) -> Iterator[float]:
+    dice = random.Random(plan.seed)
+    for number in range(plan.puts):
+        time.sleep(2 * dice.random() / plan.puts_per_s)
+        what = SlotIdentity(plan.key(number), number + 1), PAYLOAD_BYTES, engine.stamp
+        kind = OpKind.WRITE, Urgency.WRITE
+        place = place_of(0, number % plan.slots)
+        engine.submit([IoOp(number + 1, *kind, place, address, *what)])
+        while not (ended := engine.poll()):
+            select.select([engine.fileno()], [], [], 1.0)
+        yield time.monotonic()
+        assert ended[0].outcome == OK, ended[0].outcome
+
+
+def main(plan: Plan) -> None:
+    pool = plan.open()
+    memory = mmap.mmap(-1, pool.slot_bytes)
+    address = np.frombuffer(memory, np.uint8).ctypes.data
+    engine, _ = choose_io_engine("auto", pool, memoryview(memory), address, TUNING)
+    print("ready", flush=True)
+    if sys.stdin.readline():
+        print(json.dumps(list(_write(plan, engine, address))), flush=True)
+        sys.stdin.read()
+    engine.close(_CLOSE_S_MAX)
+    pool.close()
+
 
 _LOG_PAGES = {SCAN: 0, LOG: LOG_PAGES_MAX}
 _KEY_BYTES = 32  # followed by the ID of a group
@@ -373,3 +489,7 @@ COMMANDS = (
         _measure,
     ),
 )
+
+
+if __name__ == "__main__":
+    main(Plan(**json.loads(sys.argv[1])))

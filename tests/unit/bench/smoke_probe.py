@@ -11,8 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from vllm_nvmeof_bench.pool.arms import Settings
-from vllm_nvmeof_bench.pool.measure import run
+from vllm_nvmeof_bench.pool import Settings, run
 
 from vllm_nvmeof_offload.units import KIB, MIB
 

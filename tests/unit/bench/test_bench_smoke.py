@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm_nvmeof_bench.pool.arms import FLAT_KINDS, PipelineMover, Settings
-from vllm_nvmeof_bench.pool.measure import run
+from vllm_nvmeof_bench.pool import FLAT_KINDS, PipelineMover, Settings, run
 from vllm_nvmeof_bench.reports.pool import KINDS
 from vllm_nvmeof_bench.results import BenchError
 

@@ -10,13 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 from vllm_nvmeof_bench.latency import Order, Place, Settings, drive, run
-from vllm_nvmeof_bench.pool.arms import Job, Mover
+from vllm_nvmeof_bench.pool import Job, Mover
 from vllm_nvmeof_bench.reports.latency import STAND_IN, Point, Sample, added, points_of
 from vllm_nvmeof_bench.results import BenchError, distinct
 
-from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.units import KIB
 
 
@@ -116,18 +114,6 @@ def test_added_latency_is_computed_from_medians_and_the_first_arm() -> None:
     assert found is not None
     assert (found.us, found.per_cent) == (30.0, 30.0)
     assert added(samples, side("disk", "fio"), side("none", "fio"), point, "mean_us") is None
-
-
-def test_wrong_settings_are_one_plain_line() -> None:
-    for options, needed in (
-        (["--cases", "erase"], "no case 'erase'"),
-        (["--depths", "1000"], "smaller --depths"),
-        (["--target", "here"], "NAME=DIRECTORY"),
-        (["--slot", "5000"], "multiples of 4 KiB"),
-    ):
-        result = CliRunner().invoke(app, ["bench", "latency", *options])
-        assert result.exit_code == 2
-        assert needed in result.stderr
 
 
 def test_a_real_run_measures_every_arm_and_leaves_nothing(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from vllm_nvmeof_bench.pool.arms import Beside, Job, Mover, Settings
+from vllm_nvmeof_bench.pool import Beside, Job, Mover, Settings
 
 from vllm_nvmeof_offload.units import KIB, MIB
 

@@ -15,14 +15,14 @@ import pytest
 
 pytest.importorskip("vllm_nvmeof_bench")
 
-from vllm_nvmeof_bench.copy.measure import (
+from vllm_nvmeof_bench.copy import (
     ARMS,
     Bench,
     GpuRig,
     Settings,
+    World,
     conditions_of,
 )
-from vllm_nvmeof_bench.copy.world import World
 from vllm_nvmeof_bench.reports.copy import REPORTS, Sample
 from vllm_nvmeof_bench.results import BenchError, dump, load
 

@@ -17,7 +17,7 @@ import pytest
 from crc32c import crc32c
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from vllm_nvmeof_bench.copy.world import CrcKernel
+from vllm_nvmeof_bench.copy import CrcKernel
 
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy import gpu_checksums

@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("vllm_nvmeof_bench")
 
-from vllm_nvmeof_bench.copy.world import VllmCopier, load_theirs
+from vllm_nvmeof_bench.copy import VllmCopier, load_theirs
 
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.units import KIB

@@ -2,15 +2,19 @@
 """`bench peers`: a load over a server's own storage link, and over a second server's as well.
 
 This process is the loading server: the product's pipeline and native machine over a pool on the
-disk. A second process, `helper`, is the other server and opens the same pool's region. The reads of
-each server share a simulated link, which stands in for a link to an NVMe-oF target.
+disk. A second process, `python -m vllm_nvmeof_bench.peers PLAN`, is the helper: it has its own
+small pool, opens the loading server's region read-only, prints its address, and serves requests
+until its stdin ends. The reads of each server share a simulated link, which stands in for a link to
+an NVMe-oF target.
 
     without   there is no peer
     absent    a peer is configured, but nothing listens at its address
     both      the helper is the peer
     landing   as both, and every other chunk is also kept in the CPU tier
 
-How serving affects the helper's own loads is measured within this process (`serving`).
+How serving affects a helper's own loads is measured within this process: it is the helper, and a
+thread stands in for the peers. Like the peer server, it requests as many chunks from the pipeline
+as there are serve slots, and another whenever one completes.
 
 Each round measures all arms with the same chunks, in random order. "GPU memory" is zeroed before
 each load and compared with the written bytes after it, so that no result is from wrong data.
@@ -21,12 +25,18 @@ from __future__ import annotations
 import contextlib
 import gc
 import itertools
+import json
 import random
 import select
 import socket
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,11 +45,11 @@ import numpy as np
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.home import home_in, quiet_interpreter, sync_file_system
-from vllm_nvmeof_bench.peers.helper import BLOCK_BYTES, Helper, Plan, helper, linked_engine
-from vllm_nvmeof_bench.peers.serving import serving
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.reports.peers import (
     ABSENT,
+    ALONE,
+    BESIDE,
     BOTH,
     IDLE,
     LANDING,
@@ -47,22 +57,28 @@ from vllm_nvmeof_bench.reports.peers import (
     MB,
     MESSAGES,
     NO_LINKS,
+    PEERS_ALONE,
+    SERVING,
     WITHOUT,
     Sample,
     link_rates,
 )
 from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.servers.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option
 from vllm_nvmeof_bench.stream.load import Rig
 from vllm_nvmeof_bench.stream.load import Settings as RigSettings
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
-from vllm_nvmeof_offload.io.base import Waker
-from vllm_nvmeof_offload.peers.base import Common, SlotMemory
+from vllm_nvmeof_offload.io.base import IoEngine, Waker
+from vllm_nvmeof_offload.peers.base import Common, PeerRead, SlotMemory
 from vllm_nvmeof_offload.peers.clients import PeerClients
+from vllm_nvmeof_offload.peers.server import PeerServer
 from vllm_nvmeof_offload.pool.format import read_superblock
+from vllm_nvmeof_offload.protocol import AttachCommand
 from vllm_nvmeof_offload.units import KIB, MIB, slot_stride_bytes
-from vllm_nvmeof_offload.worker.peer_reads import Peers
+from vllm_nvmeof_offload.worker.peer_reads import OwnRegion, Peers, Serve, ServeQueue
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner
+from vllm_nvmeof_offload.worker.regions import RegionFiles
 
 _KEYSPACE = "bench peers"
 _ARMS = (WITHOUT, ABSENT, BOTH, LANDING)
@@ -302,3 +318,240 @@ COMMANDS = (
         _measure,
     ),
 )
+
+
+#: Sizes of the helper's own loads, in chunks.
+_SIZES = (4, 16)
+_PAUSE_S = 0.01, 0.03  # between loads
+_ASKED_S = 0.3
+#: A pause, because a target reads less for peers just after a load; then the measured time.
+_FORGOTTEN_S, _PEERS_S = 2.5, 3.0
+_WITHIN_S = 60.0
+
+
+class _Peers(threading.Thread):
+    """A thread that requests chunks while `asks` is set."""
+
+    def __init__(self, rig: Rig, queue: ServeQueue) -> None:
+        super().__init__(name="asks", daemon=True)
+        self.asks = threading.Event()
+        self.served_bytes = 0
+        self.failed = 0
+        self._rig, self._queue = rig, queue
+        self._numbers = itertools.count()
+        self._free = list(range(rig.staging.serve_slots))
+        self._slots: dict[int, int] = {}  # token → slot
+        self._ends = threading.Event()
+        self.start()
+
+    def close(self) -> None:
+        self.asks.clear()
+        self._ends.set()
+        self.join(_WITHIN_S)
+
+    def run(self) -> None:
+        ready = select.poll()
+        ready.register(self._queue.fileno(), select.POLLIN)
+        while self._slots or not self._ends.is_set():
+            if self.asks.is_set() and self._free:
+                self._queue.serve([self._read() for _ in range(len(self._free))])
+            ready.poll(10)
+            for end in self._queue.poll():
+                self._free.append(self._slots.pop(end.token))
+                is_ok = end.outcome is not None and end.outcome.ok
+                self.served_bytes += is_ok * self._rig.settings.chunk_bytes
+                self.failed += not is_ok
+
+    def _read(self) -> PeerRead:
+        rig, token, slot = self._rig, next(self._numbers), self._free.pop()
+        self._slots[token] = slot
+        number = token % len(rig.identities)
+        address = rig.staging.serve_address + slot * rig.staging.slot_bytes
+        what = (
+            rig.settings.chunk_bytes,
+            rig.identities[number],
+            rig.pool.superblocks[0].place(number),
+        )
+        return PeerRead(token, address, *what, rig.pool.stamp.tag, time.monotonic() + _WITHIN_S)
+
+
+class _Helper:
+    def __init__(self, rig: Rig, rates: str, stack: contextlib.ExitStack, seed: int) -> None:
+        """Open the helper; its reads share a link with the first of `rates`."""
+        self._rig, self._rates = rig, rates
+        self._dice = random.Random(f"{seed} serving")
+        waker, own_rate = Waker(), link_rates(rates)[0]
+        io = linked_engine(rig, stack, own_rate * MB)
+        queue = ServeQueue(waker.wake)
+        own = {rig.pool.superblocks[0].place(0).region_uuid: OwnRegion(0, rig.pool.slots)}
+        worker = rig.open_worker(stack, waker, io, io.fileno(), serve=Serve(queue, own))
+        rig.copy, rig.runner = worker
+        self.peers = _Peers(rig, queue)
+        stack.callback(self.peers.close)
+
+    def loads(self, arm: str, chunks: int, numbers: range) -> Iterator[Sample]:
+        if arm == BESIDE:
+            self.peers.asks.set()
+        time.sleep(_ASKED_S)
+        self._load(arm, chunks, -1)
+        for number in numbers:
+            time.sleep(self._dice.uniform(*_PAUSE_S))
+            yield self._load(arm, chunks, number)
+        self.peers.asks.clear()
+
+    def _load(self, arm: str, chunks: int, number: int) -> Sample:
+        rig = self._rig
+        pieces = [rig.pieces(chunk) for chunk in range(chunks)]
+        batch = rig.batch(range(chunks), np.full(chunks, -1, np.int32))
+        served = self.peers.served_bytes
+        cpu_s, begin_s = time.process_time(), time.perf_counter()
+        rig.runner.wait([rig.start(batch, pieces)])
+        seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
+        rig.check()
+        served = self.peers.served_bytes - served
+        size = chunks * rig.settings.chunk_bytes
+        return Sample(SERVING, self._rates, "", arm, number, seconds, size, served, cpu_s, 0.0)
+
+    def peers_alone(self) -> Sample:
+        time.sleep(_FORGOTTEN_S)
+        self.peers.asks.set()
+        time.sleep(_ASKED_S)
+        served, begin_s = self.peers.served_bytes, time.perf_counter()
+        cpu_s = time.process_time()
+        time.sleep(_PEERS_S)
+        seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
+        served = self.peers.served_bytes - served
+        self.peers.asks.clear()
+        return Sample(SERVING, self._rates, "", PEERS_ALONE, 0, seconds, 0, served, cpu_s, 0.0)
+
+
+def serving(
+    rig: Rig, rates: str, rounds: int, loads: int, seed: int, on_progress: OnProgress
+) -> Iterator[Sample]:
+    """Measure `loads` loads per size, arm and round. rates: the first is that of the helper's link.
+
+    Raises: BenchError: a load or a read for peers failed.
+    """
+    with contextlib.ExitStack() as stack:
+        helper = _Helper(rig, rates, stack, seed)
+        sizes = sorted({min(size, len(rig.identities)) for size in _SIZES})
+        arms = [(arm, size) for arm in (ALONE, BESIDE) for size in sizes]
+        dice = random.Random(f"{seed} order")
+        for number in range(rounds):
+            for arm, chunks in dice.sample(arms, len(arms)):
+                on_progress(number, rounds, f"{chunks} chunks · {arm}")
+                first = number * loads
+                yield from helper.loads(arm, chunks, range(first, first + loads))
+        yield helper.peers_alone()
+        if helper.peers.failed:
+            raise BenchError(f"{helper.peers.failed} chunks for peers could not be read")
+
+
+BLOCK_BYTES = 128 * KIB
+#: The loading server, whose directory is the first one.
+_OWNER, _ENGINE_INDEX = 1, 0
+_OWN_CHUNKS = 8
+_ATTACH = 1
+_HELPER_CLOSE_S_MAX = 30.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """directory: target of both servers' pools. pool_uuid: UUID of the loading server's, in hex.
+
+    slots: slots into which the helper reads for others. bytes_per_s: its link's rate; 0: no limit.
+    """
+
+    directory: str
+    pool_uuid: str
+    keyspace: str
+    chunk_bytes: int
+    slots: int
+    bytes_per_s: float
+
+    @property
+    def rig(self) -> RigSettings:
+        return RigSettings(
+            parts=("load",),
+            throttle_mb_per_s=0,
+            tier_bytes=_OWN_CHUNKS * self.chunk_bytes,
+            chunk_bytes=self.chunk_bytes,
+            block_bytes=BLOCK_BYTES,
+            sizes=(1,),
+        )
+
+
+class Helper:
+    """A handle for a helper's process. Created by `helper`."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        if not line:
+            raise BenchError("the helping server has exited")
+        self.address: str = line.strip()
+        #: Returns the CPU seconds of the process so far.
+        self.cpu_s = cpu_clock(process.pid)
+
+
+def cpu_clock(pid: int) -> Callable[[], float]:
+    """Return a function that returns the CPU seconds of a process so far."""
+    return partial(time.clock_gettime, ~pid << 3 | 2)  # clock_getcpuclockid(3)
+
+
+@contextmanager
+def helper(plan: Plan) -> Iterator[Helper]:
+    """Run a helper in a process of its own; stop it at the end."""
+    command = [sys.executable, "-m", __name__, json.dumps(asdict(plan))]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+    try:
+        yield Helper(process)
+        process.communicate(timeout=2 * _HELPER_CLOSE_S_MAX)
+    finally:
+        process.kill()
+        process.wait()
+
+
+def linked_engine(rig: Rig, stack: contextlib.ExitStack, bytes_per_s: float) -> IoEngine:
+    """Open an I/O engine whose reads share a link. bytes_per_s: the link's rate; 0: no link."""
+    engine = rig.open_engine(stack)
+    if not bytes_per_s:
+        return engine
+    link = FaultPlan({"bytes_per_s": bytes_per_s})
+    memory = rig.pool, rig.memory.view, rig.staging.base_address
+    linked = FaultyIoEngine(engine, link, *memory)
+    stack.callback(linked.close, _HELPER_CLOSE_S_MAX)
+    return linked
+
+
+def main(plan: Plan) -> None:
+    with contextlib.ExitStack() as stack:
+        directory = Path(plan.directory)
+        rig = stack.enter_context(contextlib.closing(Rig(directory, plan.rig, plan.slots)))
+        pool, view, staging = rig.pool, rig.memory.view, rig.staging
+        engine = linked_engine(rig, stack, plan.bytes_per_s)
+        waker = Waker()
+        queue = ServeQueue(waker.wake)
+        seams = {"opener": RegionFiles(pool, waker.wake), "serve": Serve(queue, {})}
+        _, runner = rig.open_worker(stack, waker, engine, engine.fileno(), **seams)
+        attach = AttachCommand(_ATTACH, _OWNER, _ENGINE_INDEX, bytes.fromhex(plan.pool_uuid))
+        runner.hand_over(lambda pipeline: pipeline.command(attach))
+        size_bytes = staging.slot_bytes
+        first = (staging.cache_slots + staging.stream_slots) * size_bytes
+        server = PeerServer(
+            "tcp://127.0.0.1:0",
+            Common(plan.keyspace, pool.superblocks[0].rank, 1, size_bytes),
+            pool.stamp.tag,
+            SlotMemory(staging.serve_address, size_bytes, plan.slots),
+            view[first:],
+            queue,
+            by_nixl=False,
+        )
+        stack.callback(server.close, _HELPER_CLOSE_S_MAX)
+        print(server.address, flush=True)
+        sys.stdin.read()
+
+
+if __name__ == "__main__":
+    main(Plan(**json.loads(sys.argv[1])))
