@@ -42,12 +42,9 @@ class _Benches(TyperGroup):
             return None
         if not group.cases:
             return _bench(cmd_name, cmd_name, group.panel)
-        cases = {case: _bench(case, name) for case, name in group.cases.items()}
-        if cmd_name == "serve":
-            cases["all"] = _serve_all()
         return TyperGroup(
             name=cmd_name,
-            commands=cases,
+            commands={case: _bench(case, name) for case, name in group.cases.items()},
             help=group.help,
             no_args_is_help=True,
             rich_help_panel=group.panel,
@@ -187,9 +184,6 @@ def demo(
     raise typer.Exit(run(json_path, quick=quick, keep=keep, pool_dir=pool, random=random))
 
 
-# -- commands over several benchmarks -------------------------------------------------------
-
-
 @bench_app.command(rich_help_panel=benchmarks.SERVERS)
 def report(
     path: Annotated[
@@ -222,39 +216,3 @@ def report(
     else:
         fine = benchmarks.report_of(name_in(path)).show(path, plot, goals)
     raise typer.Exit(int(check and not fine))
-
-
-_SERVED = ("ttft", "hits", "turns")
-
-
-def _serve_all() -> Any:
-    from vllm_nvmeof_bench.serve.arms import ServerSettings
-    from vllm_nvmeof_bench.serve.measure import measure
-
-    def serve(**given: Any) -> None:
-        chosen = [part.strip() for part in given["cases"].split(",") if part.strip()] or _SERVED
-        for part in chosen:
-            if part not in _SERVED:
-                message = f"no case {part!r}; choose from {', '.join(_SERVED)}"
-                raise typer.BadParameter(message, param_hint="--cases")
-        servers = vars(settings_of(ServerSettings, given)) | {"seed": given["seed"]}
-        if not given["arms"]:
-            del servers["arms"]  # each case has its own default
-        settings = {name: benchmarks.command(name).settings(**servers) for name in chosen}
-        files = {name: given["out"] / f"{name}.json" for name in chosen}
-        measure(settings, files)
-        for name, path in files.items():
-            benchmarks.report_of(name).show(path, path.with_suffix(".png"))
-
-    out = typer.Option(help="Directory for a JSON file and a picture per case.")
-    options = {
-        "cases": (Annotated[str, typer.Option(help="Cases: ttft,hits,turns. Default: all.")], ""),
-        **options_of(ServerSettings),
-        "seed": (Annotated[int, typer.Option(help="Seed of the prompts and the order.")], 1),
-        "out": (Annotated[Path, out], Path("build/bench")),
-    }
-    text = (
-        "Measure ttft, hits and turns in sequence on the same servers, with default sizes."
-        "\n\nServers without a given URL are started once, large enough for all cases."
-    )
-    return _command_of("all", serve, options, text)

@@ -24,8 +24,7 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.reports.replay import Sample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ServerSettings, arms_option
-from vllm_nvmeof_bench.serve.fleet import Part, Run
-from vllm_nvmeof_bench.serve.fleet import run as run_parts
+from vllm_nvmeof_bench.serve.fleet import Run, run
 from vllm_nvmeof_bench.servers.client import Answer, Client, Tokens
 from vllm_nvmeof_bench.settings import option
 from vllm_nvmeof_bench.traces import (
@@ -120,8 +119,15 @@ def _measure(settings: Settings, json_path: Path) -> None:
         third_tokens=settings.third_tokens or None,
         max_num_seqs=max(16, settings.pace.users),
     )
-    part = Part(settings, sizes, partial(_replays, settings, trace), json_path, quiet=False)
-    run_parts({"replay": part}, lambda what: not what.endswith("requests"))
+    run(
+        "replay",
+        settings,
+        sizes,
+        partial(_replays, settings, trace),
+        json_path,
+        quiet=False,
+        logged=lambda what: not what.endswith("requests"),
+    )
 
 
 def trace_of(settings: Settings, path: Path) -> Trace:

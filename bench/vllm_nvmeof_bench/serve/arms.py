@@ -128,6 +128,10 @@ class ServerSettings:
         flag="--dir",
     )
 
+    def servers(self) -> list[Arm]:
+        """Return the servers to measure; raise BenchError as `arms_of` does."""
+        return arms_of(self.arms, self.base_urls)
+
     def sizes_of(self, working: int, request_max: int, gpu: int, **more: Any) -> Sizes:
         """Return sizes, in tokens, of the servers to start. more: fields of `Sizes`."""
         if self.model not in (_RANDOM, _REAL):

@@ -8,11 +8,12 @@ import os
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
 from vllm_nvmeof_bench.progress import OnProgress, progress
@@ -22,7 +23,6 @@ from vllm_nvmeof_bench.serve.arms import (
     Arm,
     ServerSettings,
     Sizes,
-    arms_of,
     engine_id,
     server_spec,
 )
@@ -118,7 +118,7 @@ def _wait_ready(name: str, server: Server) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A part that is running; it appends `samples` one by one, and adds to `conditions`."""
+    """A running measurement; it appends `samples` one by one, and adds to `conditions`."""
 
     fleet: Fleet
     tokens: Tokens
@@ -127,44 +127,35 @@ class Run:
     on_progress: OnProgress
 
 
-@dataclass(frozen=True)
-class Part:
-    """One benchmark of a run. sizes: those of the servers to start. json_path: the file to write.
-    quiet: disable garbage collection, which a long part needs. arms: the servers to start, if
-    different from those in the settings."""
+def run(
+    name: str,
+    settings: ServerSettings,
+    sizes: Sizes,
+    measure: Callable[[Run], None],
+    json_path: Path,
+    quiet: bool = True,
+    logged: Callable[[str], bool] = lambda what: True,
+) -> None:
+    """Start the servers, or connect to them, measure, and write the JSON file of benchmark `name`.
 
-    settings: ServerSettings
-    sizes: Sizes
-    measure: Callable[[Run], None]
-    json_path: Path
-    quiet: bool = True
-    arms: Sequence[Arm] = ()
-
-
-def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: True) -> None:
-    """Measure all parts, given by name, on the same servers: those that the first part needs.
-
-    If a part is interrupted, its file contains the samples so far, and `cut_off` in the conditions.
-    If the run fails, the logs of the servers that it started are kept next to the first file.
-    logged: the parameter of `progress`.
+    If the measurement is interrupted, the file contains the samples so far, and `cut_off` in the
+    conditions. If the run fails, the logs of the servers that it started are kept next to the file.
+    sizes: those of the servers to start. quiet: disable garbage collection, which a long
+    measurement needs. logged: the parameter of `progress`.
 
     Raises:
-        BenchError: the parts cannot run here, or a server does not start or answer.
+        BenchError: the benchmark cannot run here, or a server does not start or answer.
     """
-    name, first = next(iter(parts.items()))
-    settings = first.settings
-    started = first.arms and not settings.base_urls
-    arms = first.arms if started else arms_of(settings.arms, settings.base_urls)
+    arms = settings.servers()
     ours = [arm for arm in arms if arm.url is None]
-    logs = first.json_path.parent / f"{name}-logs"
-    sizes = merged([part.sizes for part in parts.values()])
+    logs = json_path.parent / f"{name}-logs"
     tokens = _tokens(settings, sizes, bool(ours))
     pools = sum(arm.pool for arm in arms)
     disk_bytes = pools * sizes.pool_bytes + 256 * MIB if pools else 0
     with ExitStack() as stack:
         on_progress = stack.enter_context(progress(logged))
         home = stack.enter_context(home_in(settings.directory, disk_bytes))
-        common = {**_conditions(arms, sizes, home), "token_ids": [tokens.low, tokens.high]}
+        conditions = {**_conditions(arms, sizes, home), "token_ids": [tokens.low, tokens.high]}
         throttles = _places(stack, ours, sizes, home)
         wanted: dict[str, ServerSpec | str] = {arm.name: arm.url for arm in arms if arm.url}
         if ours:
@@ -176,21 +167,30 @@ def run(parts: Mapping[str, Part], logged: Callable[[str], bool] = lambda what: 
             }
         fleet = stack.enter_context(serving(wanted, logs, partial(on_progress, 0, 0), throttles))
         models = {name: fleet.run(one.model()) for name, one in fleet.clients.items()}
-        for name, part in parts.items():
-            conditions = {**common, "models": models, "settings": recorded(part.settings)}
-            conditions["load_average_at_start"] = load_average()
-            samples: list[Any] = []
-            try:
-                with quiet_interpreter() if part.quiet else nullcontext():
-                    part.measure(Run(fleet, tokens, samples, conditions, on_progress))
-            except BaseException:
-                conditions["cut_off"] = True
-                raise
-            finally:
-                if samples:
-                    conditions["load_average_at_end"] = load_average()
-                    dump(part.json_path, name, samples, conditions)
+        conditions |= {"models": models, "settings": recorded(settings)}
+        conditions["load_average_at_start"] = load_average()
+        samples: list[Any] = []
+        try:
+            with quiet_interpreter() if quiet else nullcontext():
+                measure(Run(fleet, tokens, samples, conditions, on_progress))
+        except BaseException:
+            conditions["cut_off"] = True
+            raise
+        finally:
+            if samples:
+                conditions["load_average_at_end"] = load_average()
+                dump(json_path, name, samples, conditions)
     drop_logs(logs, [arm.name for arm in ours])
+
+
+def command(name: str, text: str, kind: type[Any]) -> Command:
+    """Return the command of a benchmark on servers. text: its help. kind: its settings, which
+    contain the methods `sizes` and `measure`, the parameters of `run`."""
+
+    def start(settings: Any, json_path: Path) -> None:
+        run(name, settings, settings.sizes(), settings.measure, json_path)
+
+    return Command(name, text, kind, start)
 
 
 def _tokens(settings: ServerSettings, sizes: Sizes, ours: bool) -> Tokens:
@@ -202,13 +202,6 @@ def _tokens(settings: ServerSettings, sizes: Sizes, ours: bool) -> Tokens:
             f"token ids up to {tokens.high}: the small model here has only {sizes.shape.vocab}"
         )
     return tokens
-
-
-def merged(sizes: Sequence[Sizes]) -> Sizes:
-    """Return server sizes that suffice for several parts: the largest of each kind."""
-    names = ("working_tokens", "request_tokens_max", "gpu_tokens", "max_num_seqs")
-    largest = {name: max(getattr(one, name) for one in sizes) for name in names}
-    return replace(sizes[0], **largest, third_tokens=max(one.tokens_of("third") for one in sizes))
 
 
 def _places(stack: ExitStack, arms: Sequence[Arm], sizes: Sizes, home: Path) -> dict[str, Throttle]:
@@ -231,7 +224,7 @@ def _places(stack: ExitStack, arms: Sequence[Arm], sizes: Sizes, home: Path) -> 
 
 
 def _conditions(arms: Sequence[Arm], sizes: Sizes, directory: Path) -> dict[str, Any]:
-    """Return the conditions common to all parts, with a description of each arm."""
+    """Return the conditions before the servers start, with a description of each arm."""
     found = at_start(directory)
     found["arms"] = {arm.name: _described(arm, sizes) for arm in arms}
     if any(arm.peer for arm in arms) and has_cpu_engine():

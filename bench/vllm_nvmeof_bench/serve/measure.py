@@ -25,19 +25,16 @@ import hashlib
 import itertools
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample, throughput_ratios
+from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
-from vllm_nvmeof_bench.serve.fleet import Part, Run
-from vllm_nvmeof_bench.serve.fleet import run as run_parts
+from vllm_nvmeof_bench.serve.fleet import Run, command
 from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Tokens
 from vllm_nvmeof_bench.servers.server import on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option
@@ -49,19 +46,6 @@ _GPU_CONVERSATIONS = 4
 #: Seconds to pause before each measurement: vLLM's worker polls for a second after each step, on a
 #: core that the next arm needs.
 _PAUSE_S = 1.2
-
-
-def measure(
-    settings: Mapping[str, TtftSettings | HitSettings | TurnSettings],
-    json_paths: Mapping[str, Path],
-) -> None:
-    """Run one benchmark, or several on the same servers; write a JSON file for each.
-
-    Raises:
-        BenchError: the benchmark cannot run here, or a server failed.
-    """
-    named = settings.items()
-    run_parts({name: Part(one, one.sizes(), one.measure, json_paths[name]) for name, one in named})
 
 
 def _interleaved(
@@ -202,7 +186,6 @@ class HitSettings(ServerSettings):
             after_s = fleet.cpu_s(arm)
             spent_s = None if before_s is None or after_s is None else after_s - before_s
             run.samples.append(HitSample(arm=arm, rate=rate, round=number, cpu_s=spent_s, **one))
-        run.conditions["throughput_ratios"] = throughput_ratios(run.samples)
 
     async def _send(self, client: Client, batch: _Batch) -> list[Answer]:
         asked = (client.attempt(prompt, self.answer_tokens) for _, prompt in batch)
@@ -338,33 +321,26 @@ def _digest(reply: Answer) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _alone(name: str) -> Callable[[Any, Path], None]:
-    return lambda settings, json_path: measure({name: settings}, {name: json_path})
-
-
 COMMANDS = (
-    Command(
+    command(
         "ttft",
         "Measure time to first token by prompt length, computed and loaded.\n\n"
         "With --base-url, any servers with an OpenAI API are measured and compared. Without it, "
         "small servers are started with the installed vLLM's engine, in about half a minute "
         "each.",
         TtftSettings,
-        _alone("ttft"),
     ),
-    Command(
+    command(
         "hits",
         "Measure throughput of many concurrent prompts by the share of returning ones.\n\n"
         "Servers are chosen as in `bench serve ttft`.",
         HitSettings,
-        _alone("hits"),
     ),
-    Command(
+    command(
         "turns",
         "Measure tokens/s and TTFT of concurrent four-turn conversations with growing context.\n\n"
         "Servers are chosen as in `bench serve ttft`. The arm `target` is a stand-in for an "
         "NVMe-oF target: a directory on this disk, throttled by a control group (usually as root).",
         TurnSettings,
-        _alone("turns"),
     ),
 )

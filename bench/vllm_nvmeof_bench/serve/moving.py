@@ -23,17 +23,14 @@ import random
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.reports.moving import OURS, PEER, STICKY, Sample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import Arm, ServerSettings, Sizes
-from vllm_nvmeof_bench.serve.fleet import Part, Run
-from vllm_nvmeof_bench.serve.fleet import run as run_parts
+from vllm_nvmeof_bench.serve.fleet import Run, command
 from vllm_nvmeof_bench.servers.client import Answer, Client, Hits
 from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS
 from vllm_nvmeof_bench.settings import check_names, check_positive, option
@@ -107,7 +104,9 @@ class Settings(ServerSettings):
         return list(dict.fromkeys(_ROUTINGS[arm].servers for arm in self.arms))
 
     def servers(self) -> list[Arm]:
-        """Return the servers to start."""
+        """Return the servers to start, or those given by URL."""
+        if self.base_urls:
+            return super().servers()
         return [
             Arm(name, _ABOUT[kind], "third", pool=True, peer=kind == PEER, place=kind)
             for kind in self.kinds
@@ -201,13 +200,8 @@ def _sample(where: Iterable[Any], reply: Answer, hits: Hits) -> Sample:
     )
 
 
-def _measure(settings: Settings, json_path: Path) -> None:
-    sizes, arms = settings.sizes(), settings.servers()
-    run_parts({"moving": Part(settings, sizes, settings.measure, json_path, arms=arms)})
-
-
 COMMANDS = (
-    Command(
+    command(
         "moving",
         """Compare conversations that change servers at each turn with sticky routing.
 
@@ -216,6 +210,5 @@ COMMANDS = (
         peer-0, peer-1.
         """,
         Settings,
-        _measure,
     ),
 )

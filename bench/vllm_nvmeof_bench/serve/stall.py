@@ -28,17 +28,14 @@ import math
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.reports.stall import ALONE, BACK, IN_GPU, Sample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
-from vllm_nvmeof_bench.serve.fleet import Part, Run
-from vllm_nvmeof_bench.serve.fleet import run as run_parts
+from vllm_nvmeof_bench.serve.fleet import Run, command
 from vllm_nvmeof_bench.servers.client import Answer, Client, Hits
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import ModelShape
@@ -242,13 +239,8 @@ async def _whole(asked: Coroutine[Any, Any, Answer]) -> Answer:
     return answer
 
 
-def _measure(settings: Settings, json_path: Path) -> None:
-    sizes = settings.sizes()
-    run_parts({"stall": Part(settings, sizes, settings.measure, json_path)})
-
-
 COMMANDS = (
-    Command(
+    command(
         "stall",
         """Measure how long decoding requests wait while a prompt of 3,000 chunks returns.
 
@@ -257,6 +249,5 @@ COMMANDS = (
         to compute the prompt where it cannot be loaded. Nothing else should run at the same time.
         """,
         Settings,
-        _measure,
     ),
 )

@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 from vllm_nvmeof_bench.home import drop_logs
 from vllm_nvmeof_bench.reports import serve as report
 from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample, ratio_of_cpu
-from vllm_nvmeof_bench.results import BenchError, dump, load
-from vllm_nvmeof_bench.serve.fleet import Fleet, merged
-from vllm_nvmeof_bench.serve.measure import HitSettings, TtftSettings, TurnSettings, prompts_of
+from vllm_nvmeof_bench.results import load
+from vllm_nvmeof_bench.serve.fleet import Fleet
+from vllm_nvmeof_bench.serve.measure import HitSettings, prompts_of
 from vllm_nvmeof_bench.servers.client import Tokens
 from vllm_nvmeof_bench.servers.server import group_cpu_s
 
@@ -133,27 +133,6 @@ def test_turns_from_beginning_to_end(tmp_path: Path) -> None:
     assert "answers that equal the first arm's: 5 of 5" in text
 
 
-def test_parts_run_on_servers_that_are_large_enough_for_all(tmp_path: Path) -> None:
-    with MadeUpServer() as one:
-        options = ["--base-url", one.url, "--cases", "ttft", "--out", str(tmp_path / "out")]
-        result = CliRunner().invoke(
-            app, ["bench", "serve", "all", *options, "--dir", str(tmp_path)]
-        )
-        assert result.exit_code == 0, result.output
-        refused = CliRunner().invoke(
-            app, ["bench", "serve", "all", *options[:2], "--cases", "tfft"]
-        )
-    files = sorted(path.name for path in (tmp_path / "out").iterdir())
-    assert files == ["ttft.json", "ttft.png"]
-    assert refused.exit_code == 2
-    assert "no case 'tfft'" in refused.stderr
-    sizes = [settings().sizes() for settings in (TtftSettings, HitSettings, TurnSettings)]
-    all_of_it = merged(sizes)
-    for kind in ("all", "third"):
-        assert all_of_it.tokens_of(kind) == max(one.tokens_of(kind) for one in sizes)
-    assert all_of_it.gpu_tokens >= all_of_it.request_tokens_max == 4100
-
-
 def test_samples_measured_before_an_interruption_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -221,14 +200,3 @@ def test_ratios_of_ttft_are_of_the_same_prompt() -> None:
     assert report.ratio_of_ttft(rows, "pool", 256) == [4.0]
     assert report.ratio_of_ttft(rows, "pool", None, "peer") == [0.5, 1.0]
     assert report.rivals({"pool", "peer", "full"}) == [("pool", "peer")]
-
-
-def test_files_read_back_unchanged_and_their_kinds_are_distinguished(tmp_path: Path) -> None:
-    path = tmp_path / "turns.json"
-    dump(path, "turns", [TURN], {"seed": 1})
-    assert load(path, "turns", TurnSample) == ([TURN], {"seed": 1})
-    with pytest.raises(BenchError, match="not a results file of ttft"):
-        load(path, "ttft", TtftSample)
-    result = CliRunner().invoke(app, ["bench", "report", str(tmp_path / "none.json")])
-    assert result.exit_code == 2
-    assert "none.json: not a benchmark's results file" in result.stderr
