@@ -29,7 +29,7 @@ failed=()
 measure pool pool --dir "$disk" --rounds 3 --blocks 64KiB,512KiB,2MiB
 measure latency latency --target "local=$disk" --throttle 100 --jobs 1,2 --rounds 3
 measure tier-load stream --dir "$disk" --parts load --rounds 2
-measure tier-resume stream --dir "$disk" --parts resume,prefetch --rounds 1
+measure tier-prefetch stream --dir "$disk" --parts prefetch --rounds 1
 measure tier-admission stream --dir "$disk" --parts admission --rounds 2
 measure follow hotpath follow --dir /dev/shm/follow
 measure cost cost --dir "$disk" --pairs 6

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench stream`: loads larger than the CPU tier, resumes, prefetch, admission."""
+"""`bench stream`: loads larger than the CPU tier, prefetch, admission."""

@@ -2,8 +2,6 @@
 """`bench stream`: this module runs all parts, and contains those that need `vllm serve`.
 
     load       one load of `sizes` × the CPU tier from a throttled pool, without vLLM (see `load`)
-    resume     a crowd with preemptions: time from free space to the next token, as defined by
-               `demo.workload.resume_times_s`; arms reload, recompute
     prefetch   requests that wait in vLLM's queue, with their KV only in a throttled pool; arms on,
                off. The server runs one request at a time; each round sends the next prompts of a
                cycle at once. Case "turn": from the previous request's last token to the first
@@ -11,8 +9,8 @@
     admission  TTFT of returning prompts, one at a time, with the target throttled to
                `admission_mb_per_s`; arms auto, always (load), never (no offloading: recompute)
 
-The servers run a small random model on vLLM's CPU engine. Resume runs one server at a time, so its
-arms run in sequence. The servers of the other parts run concurrently and are used in turn.
+The servers run a small random model on vLLM's CPU engine, concurrently, and are used in turn.
+`vllm-nvmeof demo` measures how long preempted requests take to resume.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +28,12 @@ import numpy as np
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
-from vllm_nvmeof_bench.demo.workload import Plan, offload_spec, run_crowd, server_spec
 from vllm_nvmeof_bench.home import home_in
 from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.reports.stream import ARMS, Sample, throttle_name
-from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.results import dump
 from vllm_nvmeof_bench.serve.fleet import serving
-from vllm_nvmeof_bench.servers.client import NUDGE, Answer, Client
+from vllm_nvmeof_bench.servers.client import Answer, Client
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, OffloadSpec, ServerSpec, on_blocks
 from vllm_nvmeof_bench.settings import recorded
@@ -134,54 +131,6 @@ def _rows(times: Sequence[float], loaded_tokens: int, *common: Any) -> list[Samp
         Sample(*common, number, round(seconds, 6), loaded_tokens=loaded_tokens)
         for number, seconds in enumerate(times)
     ]
-
-
-# -- resume -------------------------------------------------------------------------------
-
-_RESUME_ARMS = ("recompute", "reload")
-
-
-def _measure_resume(settings: Settings, home: Path, on_step: OnStep) -> Found:
-    """Measure the demo's crowd; its seed differs between rounds but not between the servers."""
-    plan, shape = Plan(), ModelShape()
-    plain = server_spec(plan, make_model(settings.models.resolve(), shape))
-    samples: list[Sample] = []
-    preemptions = dict.fromkeys(_RESUME_ARMS, 0)
-    agreement = Agreement()
-
-    async def crowds(client: Client, arm: str) -> list[Sample]:
-        found: list[Sample] = []
-        name = "vllm:nvmeof_resumed_tokens_total"
-        await client.complete(NUDGE, 4)  # the first request of a server is slower
-        for number in range(settings.server_rounds):
-            on_step(f"resume · round {number + 1} · a crowd with preemptions · {arm}")
-            crowd = replace(plan.crowd, seed=plan.crowd.seed + 100 * settings.seed + number)
-            before = (await client.metrics()).value(name, source="loaded")
-            result = await run_crowd(client, replace(plan, crowd=crowd), shape)
-            loaded = (await client.metrics()).value(name, source="loaded") - before
-            each = round(loaded / max(1, result.preemptions))
-            preemptions[arm] += result.preemptions
-            for index, answer in enumerate(result.answers):
-                agreement.add(f"{number} {index}", answer)
-            found += _rows(result.resumes_s, each, "resume", "crowd", arm, None, number)
-        return found
-
-    for arm in _RESUME_ARMS:
-        offload = offload_spec(plan, shape, home / "resume-pool") if arm == "reload" else None
-        with serving({arm: replace(plain, offload=offload)}, home / "logs", on_step, {}) as fleet:
-            found = fleet.run(crowds(fleet.clients[arm], arm))
-        if not found:
-            raise BenchError(f"resume, {arm}: the client saw no preemption")
-        samples += found
-    return samples, {
-        "preemptions": preemptions,
-        "requests": plan.crowd.count,
-        "prompt_tokens": plan.crowd.prompt_tokens,
-        "gpu_tokens": plan.gpu_tokens,
-        "hidden": shape.hidden,
-        "layers": shape.layers,
-        "answers": agreement.facts(),
-    }
 
 
 # -- returning prompts --------------------------------------------------------------------
@@ -323,7 +272,6 @@ def _measure_admission(settings: Settings, home: Path, on_step: OnStep) -> Found
 
 _PARTS = {
     "load": measure_load,
-    "resume": _measure_resume,
     "prefetch": _measure_prefetch,
     "admission": _measure_admission,
 }
@@ -334,7 +282,6 @@ def steps(settings: Settings) -> int:
     rounds = settings.server_rounds
     counts = {
         "load": settings.rounds * len(settings.cases) * len(ARMS["load"]),
-        "resume": rounds * len(_RESUME_ARMS),
         "prefetch": rounds * len(PREFETCH.arms),
         "admission": rounds * (1 + 2 * len(settings.admission_mb_per_s)),
     }
@@ -386,9 +333,9 @@ def _measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "stream",
-        "Measure loads larger than the CPU tier, resumes after preemption, prefetch, admission.\n\n"
+        "Measure loads larger than the CPU tier, prefetch and admission.\n\n"
         "A control group throttles the disk, which usually requires root. The part load takes 3 "
-        "minutes. The others start vllm serve on the CPU with a small random model, seven times in "
+        "minutes. The others start vllm serve on the CPU with a small random model, five times in "
         "all, and take 10 minutes. Disk space is freed at the end.",
         Settings,
         _measure,
