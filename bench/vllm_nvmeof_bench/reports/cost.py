@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench cost`: medians, ratios paired by round, goals, and conclusions.
+"""The report of `bench cost`: medians, ratios paired by round, and goals.
 
 Two arms are compared round by round, because a disturbance in a round affects both. Estimates and
 their intervals are computed by `results.Paired`.
@@ -21,9 +21,7 @@ from vllm_nvmeof_bench.results import (
     Figure,
     Goal,
     Paired,
-    differences,
     distinct,
-    median_of,
     paired,
     ratios,
     select,
@@ -183,76 +181,6 @@ def _fair_goal(samples: Sequence[Sample]) -> Goal:
     return Goal(name, required, not any(sums), shown=shown, n=len(samples))
 
 
-_BOUNDS = (
-    "`offload_prompt_only: true` stores none of them, and what a preempted request had generated "
-    "is then recomputed; `store_threshold: 2` stores a chunk only when a second request has it."
-)
-
-
-def sentences(samples: Sequence[Sample]) -> Iterator[str]:
-    """Yield the cost of storing decode chunks and ways to limit it, as far as it was measured."""
-    yield from _noise(samples)
-    yield from _scheduler(samples)
-    there = set(arms_of(select(samples, case="batch")))
-    if there >= {PROMPT_ONLY, OURS}:
-        yield f"{_between('Storing decode chunks', samples, OURS, PROMPT_ONLY)} {_BOUNDS}"
-    if CPU_ONLY in there:
-        yield _between("Storing into the CPU tier alone", samples, CPU_ONLY, BASE)
-    if there >= {CPU_ONLY, OURS}:
-        yield _between("Writing it to the pool besides", samples, OURS, CPU_ONLY)
-
-
-def _between(what: str, samples: Sequence[Sample], arm: str, base: str) -> str:
-    """Return how much more `arm` costs than `base` in the batch, per 1,000 tokens."""
-    parts = []
-    if pairs := _pairs(samples, arm, base, "batch", "cpu_s_per_1k_tokens"):
-        cpu = differences(*zip(*pairs, strict=True))
-        parts.append(f"{cpu.text('+.3f')} CPU s per 1,000 tokens")
-    for measure, name in (
-        ("stored_bytes_per_1k_tokens", "copied"),
-        ("written_bytes_per_1k_tokens", "written"),
-    ):
-        above, below = (median_of(samples, measure, arm=one, case="batch") for one in (arm, base))
-        if above is not None and below is not None:
-            parts.append(f"{(above - below) / MIB:+.1f} MiB {name} per 1,000 tokens")
-    throughput = ratios_of(samples, arm, base, "batch", "tokens_per_s")
-    if throughput is not None:
-        parts.append(f"throughput × {throughput.text()}")
-    return f"{what} ({arm} against {base}, batch): {', '.join(parts)}."
-
-
-def _scheduler(samples: Sequence[Sample]) -> Iterator[str]:
-    for case in CASES:
-        ours = select(samples, arm=OURS, case=case)
-        per_step = median_of(ours, "scheduler_us_per_step")
-        per_1k = median_of(ours, "scheduler_us_per_1k_tokens")
-        if per_step is not None and per_1k is not None:
-            yield (
-                f"Our scheduler side, {case}: {per_step:,.0f} µs per step, {per_1k:,.0f} µs per "
-                f"1,000 tokens (medians of {len(ours)} rounds)."
-            )
-        elif ours:
-            yield (
-                f"Our scheduler side's time, {case}, is not known: the server does not count it "
-                f"(vllm:nvmeof_scheduler_seconds, vllm:nvmeof_step_seconds)."
-            )
-
-
-def _noise(samples: Sequence[Sample]) -> Iterator[str]:
-    """Yield a line for each measure that is so noisy that a difference of 2 % could be hidden."""
-    for case, measure, name in (("single", "ttft_s", "TTFT"), ("batch", "tokens_per_s", "batch")):
-        ratio = ratios_of(samples, OURS, BASE, case, measure)
-        if ratio is None:
-            continue
-        if ratio.interval is None:
-            yield f"{name}: {ratio.n} rounds are too few for an interval: increase --pairs."
-        elif (width := ratio.interval[1] - ratio.interval[0]) > 2 * COST_MAX:
-            yield (
-                f"{name}: the interval is {width:.1%} wide, so a cost of 2 % could hide in it: "
-                f"increase --pairs, or use a quieter machine."
-            )
-
-
 #: Field, name with unit, divisor, number format.
 _MEDIANS = (
     ("ttft_s", "TTFT, ms", 0.001, "{:,.1f}"),
@@ -276,7 +204,7 @@ _COMPARED = (
 
 
 def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
-    """Yield medians, paired ratios, and sentences about them."""
+    """Yield medians and paired ratios."""
     arms = arms_of(samples)
     rounds = len(distinct(samples, "round"))
 
@@ -301,23 +229,12 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
         unit=f"ratio to {BASE}",
     )
     yield results.METHOD
-    for sentence in sentences(samples):
-        yield f"• {sentence}"
 
 
 def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     idle = conditions.get("idle_cores", {})
     cores = ", ".join(f"{arm} {used:.3f}" for arm, used in idle.items()) or "not measured"
     yield f"cores used by idle servers: {cores}"
-
-
-def _ours(samples: Sequence[Sample]) -> dict[str, str]:
-    """Return the loss of throughput with the default settings, paired by round."""
-    ratio = ratios_of(samples, OURS, BASE, "batch", "tokens_per_s")
-    if ratio is None:
-        return {}
-    name = "throughput where offloading cannot help, with / without"
-    return {name: f"{100 * (1 - ratio.middle):.1f} % less (median of {ratio.n} rounds)"}
 
 
 REPORTS = (
@@ -334,6 +251,5 @@ REPORTS = (
         goals=goals,
         goals_title="Goals: default settings against no offloading, and a fair run",
         theirs=published.COST,
-        ours=_ours,
     ),
 )

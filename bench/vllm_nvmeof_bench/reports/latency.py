@@ -167,15 +167,6 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     )
 
 
-def _ours(samples: Sequence[Sample]) -> dict[str, str]:
-    """Return the latency of fio's reads of 4 KiB on the first target, with one in flight."""
-    target = next(iter(distinct(samples, "target")), "")
-    point = Point("read", 4 * KIB, 1, 1)
-    value = median_of(samples, "p50_us", target=target, arm="fio", point=point)
-    shown = None if value is None else f"{value:.0f} µs on {target} (fio, 4 KiB, p50)"
-    return {"one read in flight, attached directly": shown} if shown else {}
-
-
 REPORTS = (
     Report(
         "latency",
@@ -184,7 +175,6 @@ REPORTS = (
         _tables,
         lines=_lines,
         theirs=published.LATENCY,
-        ours=_ours,
         columns=170,
     ),
 )

@@ -130,17 +130,6 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[resu
     ]
 
 
-def _ours(samples: Sequence[Sample]) -> dict[str, str]:
-    """Return the throughput of 2 MiB reads as shares of fio's."""
-    reads = {"case": "batch_read", "block_bytes": 2 * MIB}
-    shown = {}
-    for arm, name in (("ours", "ours"), ("vllm_fs", "vLLM's fs tier")):
-        share = ratio_of_medians(samples, _RATE, {"arm": arm, **reads}, {"arm": "fio", **reads})
-        if share:
-            shown[f"reads of 2 MiB, {name} / fio"] = f"{share.value:.0%}"
-    return shown
-
-
 REPORTS = (
     Report(
         "pool",
@@ -150,6 +139,5 @@ REPORTS = (
         goals=goals,
         goals_title="Goals: ratios of medians",
         theirs=published.POOL,
-        ours=_ours,
     ),
 )

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Figures published by others, printed next to ours.
 
-In `rows`, a key is followed by one text per column. A report's `ours` gives our own text under the
-same key. Figures that could not be read in their source are left out; `note` says so.
+In `rows`, a name is followed by one text per column. Figures that could not be read in their source
+are left out; `note` says so.
 """
 
 from __future__ import annotations

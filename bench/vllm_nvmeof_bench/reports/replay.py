@@ -16,8 +16,6 @@ from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import Spread, distinct, select, spread_of, values_of
 
 _PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"}
-#: The columns of the published study: GPU memory only, + CPU tier, + CPU tier + NVMe.
-_STUDIED = ("none", "cpu", "pool")
 
 
 @dataclass(frozen=True)
@@ -58,27 +56,6 @@ def summary_of(samples: Sequence[Sample], arm: str) -> dict[str, float]:
         "ttft_max_s": max(firsts),
         "tokens_in_per_s": sum(one.tokens_in for one in whole) / seconds,
         "tokens_out_per_s": sum(one.tokens_out for one in whole) / seconds,
-    }
-
-
-#: The rows of the study: name, key in `summary_of`, format.
-_STUDY_ROWS = (
-    ("requests completed", "completed", "{:,}"),
-    ("TTFT average", "ttft_mean_s", "{:.2f} s"),
-    ("TTFT median", "ttft_median_s", "{:.2f} s"),
-    ("TTFT P95", "ttft_p95_s", "{:.2f} s"),
-    ("input tokens/s", "tokens_in_per_s", "{:,.0f}"),
-    ("output tokens/s", "tokens_out_per_s", "{:,.1f}"),
-)
-
-
-def _ours(samples: Sequence[Sample]) -> dict[str, str]:
-    """Return our figures by the study's rows, with its columns; empty unless all three arms ran."""
-    known = [summary_of(samples, arm) for arm in _STUDIED]
-    if not all(known):
-        return {}
-    return {
-        row: " / ".join(form.format(one[name]) for one in known) for row, name, form in _STUDY_ROWS
     }
 
 
@@ -166,7 +143,6 @@ REPORTS = (
         _tables,
         lines=_lines,
         theirs=published.REPLAY,
-        ours=_ours,
         columns=180,
     ),
 )

@@ -14,12 +14,10 @@ from typing import Any
 from vllm_nvmeof_bench import results
 from vllm_nvmeof_bench.report import NOTHING, Column, Report, Table, arm_columns, by, by_arm
 from vllm_nvmeof_bench.reports import published
-from vllm_nvmeof_bench.results import distinct, mean, median, median_of, paired, select, spread_of
+from vllm_nvmeof_bench.results import distinct, mean, paired, select, spread_of
 
 #: (our arm, its rival: as much CPU memory and the same storage).
 _RIVALS = (("full", "peer_full"), ("pool", "peer"), ("target", "peer_target"))
-#: Our arms with a CPU tier that holds everything, as in the published measurements.
-_HOLD_ALL = ("cpu", "full")
 _PLACES = ("gpu", "cpu", "pool", "other")
 Conditions = Mapping[str, Any]
 
@@ -149,21 +147,6 @@ def ratio_of_cpu(samples: Sequence[Any], arm: str, other: str, rate: int) -> lis
     return [a / b for a, b in paired(samples, "cpu_s", above, below) if b]
 
 
-def throughput_ratios(samples: Sequence[HitSample]) -> list[dict[str, Any]]:
-    """Return a row per hit rate and pair of rivals: the median of the rounds' ratios and its 95 %
-    interval (`results.Paired`); low and high are None if there are few rounds.
-    """
-    rows: list[dict[str, Any]] = []
-    for rate in _levels(samples, "rate"):
-        for mine, theirs in rivals(distinct(samples, "arm")):
-            if found := ratio_of_hits(samples, mine, theirs, rate):
-                one = results.median_ratio(found)
-                low, high = one.interval or (None, None)
-                row = {"arm": mine, "rival": theirs, "rate": rate, "median": one.middle}
-                rows.append(row | {"low": low, "high": high, "pairs": one.n})
-    return rows
-
-
 @dataclass(frozen=True)
 class Turns:
     """The figures of one arm at one concurrency, over all rounds. found: see `found_in`."""
@@ -223,29 +206,6 @@ def _same_turns(samples: Sequence[Any]) -> tuple[int, int]:
             same += key in first and first[key] == one.digest
             first.setdefault(key, one.digest)
     return same, compared
-
-
-def _published_ttft(samples: Sequence[Any]) -> dict[str, str]:
-    """Return the medians of TTFT ratios by length, for an arm whose CPU tier holds everything."""
-    for arm in _HOLD_ALL:
-        lengths = distinct(select(samples, arm=arm), "length")
-        found = [median(ratio_of_ttft(samples, arm, length)) for length in lengths]
-        if known := [one for one in found if one is not None]:
-            text = f"{min(known):.1f}×–{max(known):.1f}×, by prompt length ({arm})"
-            return {"TTFT, computed / loaded from the CPU tier": text}
-    return {}
-
-
-def _published_hits(samples: Sequence[Any]) -> dict[str, str]:
-    """Return throughput with the most hits / the fewest, for an arm that holds everything."""
-    rates = _levels(samples, "rate")
-    for arm in _HOLD_ALL if len(rates) > 1 else ():
-        ends = (rates[0], rates[-1])
-        few, many = (median_of(samples, "tokens_per_s", arm=arm, rate=rate) for rate in ends)
-        if few and many is not None:
-            text = f"{many / few:.1f}× ({arm}, {rates[-1]} % hits / {rates[0]} %)"
-            return {"throughput, many hits in the CPU tier / none": text}
-    return {}
 
 
 def _ordered(samples: Iterable[Any], conditions: Conditions) -> list[Any]:
@@ -394,7 +354,6 @@ REPORTS = (
         TtftSample,
         _ttft_tables,
         theirs=published.TTFT,
-        ours=_published_ttft,
     ),
     Report(
         "hits",
@@ -402,7 +361,6 @@ REPORTS = (
         HitSample,
         _hits_tables,
         theirs=published.HITS,
-        ours=_published_hits,
     ),
     Report(
         "turns",

@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paired statistics, verdicts and sentences of `bench cost`, on made-up samples."""
+"""Paired statistics and goals of `bench cost`, on made-up samples."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from vllm_nvmeof_bench.cost import Settings
 from vllm_nvmeof_bench.reports.cost import (
-    Sample,
     goals,
     ratios_of,
     scheduler_share,
-    sentences,
     within,
 )
 from vllm_nvmeof_bench.results import (
     BenchError,
     Goal,
     Paired,
-    differences,
-    dump,
-    load,
     median_of,
     missed,
     ratios,
@@ -73,11 +67,6 @@ def test_few_rounds_have_a_median_and_no_interval() -> None:
     assert found.middle == pytest.approx(1.1)
     assert found.interval is None
     assert not found.contains(1.1)
-
-
-def test_differences_keep_their_unit_and_sign() -> None:
-    found = differences([1.0, 2.0, 3.0, 4.0, 5.0], [1.5, 2.5, 3.5, 4.5, 5.5])
-    assert (found.middle, found.interval) == (-0.5, (-0.5, -0.5))
 
 
 def test_only_rounds_that_both_arms_have_are_paired() -> None:
@@ -172,57 +161,6 @@ def test_figures_are_per_step_and_per_1000_tokens() -> None:
     assert one.tokens_per_s == 250.0
     assert median_of([one], "cpu_s_per_1k_tokens", arm="ours", case="batch") == pytest.approx(8.0)
     assert one.stored_bytes_per_1k_tokens == 60 * MIB
-
-
-def test_sentences_state_the_cost_of_decode_chunks_and_its_bound() -> None:
-    text = "\n".join(sentences(everything(ours=1.10)))
-    assert "+20.0 MiB copied per 1,000 tokens" in text
-    assert "+21.0 MiB written per 1,000 tokens" in text
-    assert "throughput × 0.909" in text
-    assert "offload_prompt_only: true" in text
-    assert "store_threshold: 2" in text
-    assert "200 µs per step" in text
-    assert "4,000 µs per 1,000 tokens" in text
-    assert "CPU tier alone" not in text
-
-
-def test_sentences_separate_copying_from_writing_if_that_arm_ran() -> None:
-    samples = everything() + rounds("ours_cpu_only", "batch", 1.0, written_bytes=0)
-    text = "\n".join(sentences(samples))
-    assert "Storing into the CPU tier alone (ours_cpu_only against none, batch)" in text
-    assert "Writing it to the pool besides (ours against ours_cpu_only, batch)" in text
-
-
-def test_sentences_name_unknown_figures() -> None:
-    assert "is not known: the server does not count it" in "\n".join(
-        sentences(everything(known=False))
-    )
-    few = [one for one in everything() if one.round < 2]
-    assert "2 rounds are too few" in "\n".join(sentences(few))
-    wild = rounds("none", "single") + [
-        sample("ours", "single", i, seconds)
-        for i, seconds in enumerate((0.5, 2.0, 1.0, 3.0, 0.7, 1.5, 1.1, 0.9))
-    ]
-    assert "could hide in it" in "\n".join(sentences(wild))
-
-
-def test_the_file_holds_samples_and_conditions_and_reads_back(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "cost.json"
-    dump(path, "cost", everything(ours=1.25), CONDITIONS)
-    samples, conditions = load(path, "cost", Sample)
-    assert conditions == CONDITIONS
-    assert goals(samples, CONDITIONS) == goals(everything(ours=1.25), CONDITIONS)
-    text = path.read_text()
-    dump(path, "cost", samples, conditions)
-    assert path.read_text() == text
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"samples": [{"arm": "ours"}], "conditions": {}}'])
-def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(BenchError, match=r"other\.json"):
-        load(path, "cost", Sample)
 
 
 def test_settings_refuse_incomparable_runs() -> None:
