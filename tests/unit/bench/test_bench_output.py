@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tables, picture and command line, on made-up samples."""
+"""The command line: defaults are the settings' own, and a wrong argument costs one plain line."""
 
 from __future__ import annotations
 
@@ -12,44 +12,47 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.benchmark import command, words_of
-from vllm_nvmeof_bench.results import dump
 
-from tests.unit.bench.made_up import everything
+from tests.unit.bench.trace_files import agentic
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.units import KIB, MIB
 
-CONDITIONS = {
-    "arms": {
-        "ours": {"available": True, "runs": "io_uring (made up)"},
-        "fio": {"available": False, "reason": "fio is not installed"},
-    },
-    "disk": {"file_system": "ext4", "device": "made-up"},
-    "load_average_at_start": [0.1, 0.1, 0.1],
-    "load_average_at_end": [0.2, 0.2, 0.2],
+#: Wrong arguments, in which NONE is a missing file and TRACE a folder of sessions → the refusal.
+WRONG = {
+    "report NONE": "not a benchmark's results file",
+    "pool --arms uring": "no arm 'uring'; choose from ours",
+    "pool --blocks 2MiB --bytes-per-round 4MiB": "fewer than 8 blocks",
+    "copy --parts transfer,loop": "loops",
+    "cost --arms uring": "no arm 'uring'; choose from none, ours",
+    "cost --arms ours": "nothing to compare",
+    "stream --parts loads": "no part 'loads'; choose from load, prefetch",
+    "stream --dir /dev/shm --parts load": "give a directory on a disk",
+    "latency --cases erase": "no case 'erase'",
+    "latency --depths 1000": "smaller --depths",
+    "latency --target here": "NAME=DIRECTORY",
+    "latency --slot 5000": "multiples of 4 KiB",
+    "peers --rates 400": "400",
+    "peers --rates 400:x": "400:x",
+    "peers --rates 400:0": "400:0",
+    "peers --rates 1:2:3": "1:2:3",
+    "hotpath chunks --chunks 512 --entries 1000": "1000 entries are too few for ops of 512 chunks",
+    "hotpath follow --entries 10 --changed 11": "11 of 10 entries cannot change",
+    "simulate NONE": "no such file or folder",
+    "replay NONE": "no such file or folder",
+    "replay TRACE --arms gpu": "no arm 'gpu'",
+    "replay TRACE --base-url ftp://host": "give NAME=http://HOST:PORT",
+    "replay TRACE --duration 0": "measures nothing",
+    "replay TRACE --token-ids 300:5000 --block-tokens 2": "has only 2048",
 }
 
 
-def test_a_file_of_samples_is_printed_and_checked(tmp_path: Path) -> None:
-    path = tmp_path / "pool.json"
-    dump(path, "pool", everything((64 * KIB, 512 * KIB, 2 * MIB)), CONDITIONS)
-    result = CliRunner().invoke(app, ["bench", "report", str(path), "--check"])
-    assert result.exit_code == 0, result.output
-    slow = everything((64 * KIB, 512 * KIB, 2 * MIB), ours=1000.0)
-    dump(path, "pool", slow, CONDITIONS)
-    assert CliRunner().invoke(app, ["bench", "report", str(path)]).exit_code == 0
-    assert CliRunner().invoke(app, ["bench", "report", str(path), "--check"]).exit_code == 1
-
-
-def test_errors_are_one_plain_line(tmp_path: Path) -> None:
-    for arguments, needed in (
-        (["report", str(tmp_path / "none.json")], "none.json"),
-        (["pool", "--arms", "uring"], "no arm 'uring'; choose from ours"),
-        (["pool", "--blocks", "2MiB", "--bytes-per-round", "4MiB"], "fewer than 8 blocks"),
-    ):
-        result = CliRunner().invoke(app, ["bench", *arguments])
-        assert result.exit_code == 2
-        assert result.stderr.startswith("vllm-nvmeof: ")
-        assert needed in result.stderr
+@pytest.mark.parametrize("arguments", WRONG)
+def test_a_wrong_argument_costs_one_plain_line(arguments: str, tmp_path: Path) -> None:
+    places = {"NONE": str(tmp_path / "none"), "TRACE": str(agentic(tmp_path / "traces"))}
+    words = [places.get(word, word) for word in arguments.split()]
+    result = CliRunner().invoke(app, ["bench", *words])
+    assert result.exit_code == 2, result.output
+    last = result.stderr.splitlines()[-1]
+    assert last.startswith("vllm-nvmeof: ") and WRONG[arguments] in last
 
 
 def test_without_the_benchmarks_one_line_names_the_remedy() -> None:

@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from vllm_nvmeof_bench.conditions import mount_of
-from vllm_nvmeof_bench.pool.arms import Moved, Settings, fio_moved
+from vllm_nvmeof_bench.pool import Moved, Settings, fio_moved
 from vllm_nvmeof_bench.reports.pool import ARMS, CASES, Sample
-from vllm_nvmeof_bench.results import BenchError, dump, load, median_of, percentile
+from vllm_nvmeof_bench.results import BenchError, median_of, percentile
 
 from tests.unit.bench.made_up import rounds
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
@@ -39,24 +38,6 @@ def test_medians_are_over_rounds_of_one_arm_case_and_block() -> None:
     assert median_of(samples, "mib_per_s", arm="ours", **small) == 3.0
     assert median_of(samples, "cpu_s_per_gib", arm="fio", **small) is None
     assert median_of(samples, "mib_per_s", arm="ring", **small) is None
-
-
-def test_the_file_holds_samples_and_conditions_and_reads_back(tmp_path: Path) -> None:
-    samples = rounds("ours", "batch_read", MIB, [1.0, 2.0], p99_us=3.0)
-    path = tmp_path / "new" / "pool.json"
-    dump(path, "pool", samples, {"versions": {}})
-    assert load(path, "pool", Sample) == (samples, {"versions": {}})
-    content = json.loads(path.read_text())
-    names = ("arm", "case", "block_bytes", "round", "mib_per_s", "cpu_s_per_gib", "p50_us")
-    assert tuple(content["samples"][0]) == (*names, "p99_us")
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"samples": [{"arm": "ours"}], "conditions": {}}'])
-def test_another_file_is_refused_by_name(tmp_path: Path, text: str) -> None:
-    path = tmp_path / "other.json"
-    path.write_text(text)
-    with pytest.raises(BenchError, match=r"other\.json"):
-        load(path, "pool", Sample)
 
 
 def test_settings_refuse_what_cannot_be_measured() -> None:

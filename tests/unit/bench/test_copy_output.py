@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.reports.copy import Sample, goals
-from vllm_nvmeof_bench.results import BenchError, Goal, dump, load, missed
+from vllm_nvmeof_bench.results import Goal, missed
 
 from tests.unit.bench.copy_made_up import CONDITIONS, everything
 from vllm_nvmeof_offload.cli import app
@@ -95,19 +95,6 @@ def test_without_vllms_arm_its_goal_is_neither_reached_nor_missed() -> None:
     assert all(row.reached is None for row in goals([], CONDITIONS))
 
 
-def test_a_file_reads_back_and_other_files_are_refused(tmp_path: Path) -> None:
-    file = tmp_path / "copy.json"
-    dump(file, "copy", everything(), CONDITIONS)
-    samples, conditions = load(file, "copy", Sample)
-    assert conditions == CONDITIONS
-    rounded = [replace(one, value=pytest.approx(one.value, rel=1e-5)) for one in everything()]
-    assert samples == rounded
-    for content in ("{", "{}", '{"bench": "pool", "samples": [], "conditions": {}}'):
-        file.write_text(content)
-        with pytest.raises(BenchError, match="not a results file of copy"):
-            load(file, "copy", Sample)
-
-
 @pytest.mark.skipif(not NO_GPU, reason="there is a GPU here")
 def test_without_a_gpu_the_error_is_one_line(tmp_path: Path) -> None:
     file = tmp_path / "copy.json"
@@ -116,8 +103,3 @@ def test_without_a_gpu_the_error_is_one_line(tmp_path: Path) -> None:
     assert done.output.count("\n") == 1
     assert "vllm-nvmeof: bench copy needs an NVIDIA GPU: " in done.output
     assert not file.exists()
-
-
-def test_an_unknown_part_is_refused_by_name() -> None:
-    done = CliRunner().invoke(app, ["bench", "copy", "--parts", "transfer,loop"])
-    assert done.exit_code == 2 and "loops" in done.output

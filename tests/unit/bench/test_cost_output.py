@@ -6,26 +6,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 from vllm_nvmeof_bench.cost import Settings, extra_config, measure, server_spec
 from vllm_nvmeof_bench.reports.cost import ARMS
 from vllm_nvmeof_bench.results import BenchError
 
-from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.config import parse_config
-
-
-def test_errors_are_one_plain_line(tmp_path: Path) -> None:
-    for arguments, needed in (
-        (["report", str(tmp_path / "none.json")], "none.json"),
-        (["cost", "--arms", "uring"], "no arm 'uring'; choose from none, ours"),
-        (["cost", "--arms", "ours"], "nothing to compare"),
-    ):
-        result = CliRunner().invoke(app, ["bench", *arguments])
-        assert result.exit_code == 2
-        assert result.stderr.startswith("vllm-nvmeof: ")
-        assert needed in result.stderr
-        assert len(result.stderr.splitlines()) == 1
 
 
 def test_too_little_space_is_reported_before_a_server_starts(tmp_path: Path) -> None:

@@ -99,14 +99,6 @@ def test_a_file_of_before_there_were_logs_is_of_scans(tmp_path: Path) -> None:
     assert sample.by == SCAN
 
 
-def test_more_changes_than_entries_are_refused() -> None:
-    done = CliRunner().invoke(
-        app, ["bench", "hotpath", "follow", "--entries", "10", "--changed", "11"]
-    )
-    assert done.exit_code == 2
-    assert "11 of 10 entries cannot change" in done.output
-
-
 def test_a_small_run_measures_every_stage(tmp_path: Path) -> None:
     sizes = ["--entries", "5000", "--changed", "10,200", "--repeats", "2", "--regions", "1,2"]
     rest = ["--puts", "3", "--puts-per-s", "100", "--idle-s", "0.2", "--follow-ms", "20"]

@@ -100,13 +100,6 @@ def test_what_was_not_measured_is_neither_reached_nor_missed() -> None:
     assert [goal.reached for goal in goals([], {})] == [None] * (GOALS - 1)  # no rival was run
 
 
-@pytest.mark.parametrize("rates", ["400", "400:x", "400:0", "1:2:3"])
-def test_rates_are_two_numbers(rates: str) -> None:
-    done = CliRunner().invoke(app, ["bench", "peers", "--rates", rates])
-    assert done.exit_code == 2
-    assert rates in done.output
-
-
 def test_a_small_run_loads_over_both_links(tmp_path: Path) -> None:
     """The rates are ones that this machine has beside all its tests; how much each link carries is
     not looked at, because it follows from what else runs."""

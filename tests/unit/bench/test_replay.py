@@ -11,17 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
-from vllm_nvmeof_bench.benchmark import report_of
 from vllm_nvmeof_bench.replay import Replay, Settings, Vocabulary, trace_of
-from vllm_nvmeof_bench.reports.published import REPLAY
 from vllm_nvmeof_bench.reports.replay import Sample, summary_of
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.traces import Pace, Request, read_trace
 
 from tests.unit.bench.trace_files import agentic, mooncake
-from vllm_nvmeof_offload.cli import app
 
 _IDS = st.lists(st.integers(0, 1 << 24), max_size=6, unique=True)
 
@@ -176,27 +172,3 @@ def test_figures_are_of_whole_requests_and_first_tokens() -> None:
     assert summary_of(samples, "none")["tokens_in_per_s"] == pytest.approx(2000 / 28)
     assert summary_of(samples, "none")["ttft_mean_s"] == pytest.approx(4.2)
     assert summary_of(samples, "silent") == {}
-
-
-def test_our_figures_are_shown_beside_the_study_if_all_its_arms_ran() -> None:
-    samples = [*rows("none", 4.0), *rows("cpu", 2.0), *rows("pool", 1.0)]
-    ours = report_of("replay").ours(samples)
-    assert ours["TTFT average"] == "4.20 s / 2.10 s / 1.05 s"
-    assert ours["requests completed"] == "20 / 20 / 20"
-    assert ours.keys() <= {row[0] for row in REPLAY.rows}
-    assert report_of("replay").ours([one for one in samples if one.arm != "cpu"]) == {}
-
-
-def test_errors_are_one_plain_line(tmp_path: Path) -> None:
-    folder = str(agentic(tmp_path / "traces"))
-    for arguments, needed in (
-        ([str(tmp_path / "none")], "no such file or folder"),
-        ([folder, "--arms", "gpu"], "no arm 'gpu'"),
-        ([folder, "--base-url", "ftp://host"], "give NAME=http://HOST:PORT"),
-        ([folder, "--duration", "0"], "measures nothing"),
-        ([folder, "--token-ids", "300:5000", "--block-tokens", "2"], "has only 2048"),
-    ):
-        result = CliRunner().invoke(app, ["bench", "replay", *arguments])
-        assert result.exit_code == 2, result.output
-        last = result.stderr.splitlines()[-1]
-        assert last.startswith("vllm-nvmeof: ") and needed in last

@@ -85,16 +85,6 @@ def test_whole_and_incomplete_files_have_what_a_picture_draws(file: Path) -> Non
     assert all(one.low <= one.median <= one.high for one in drawn if one is not None)
 
 
-@pytest.mark.parametrize("name", ["pool", "moving"], ids=["lines", "bars"])
-def test_a_picture_is_a_png(name: str, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = file_of(name)
-    assert path is not None
-    samples, conditions, _ = report_of(name).read(path)
-    report_of(name).draw(tmp_path / "pictures" / "one.png", samples, conditions)
-    assert (tmp_path / "pictures" / "one.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize("name", ["ttft", "turns", "stall", "latency", "replay", "pool"])
 def test_a_picture_shows_where_and_what_and_no_more_than_was_measured(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -3,16 +3,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
 from vllm_nvmeof_bench.simulate import MODELS, Ask, Settings, Shape, World, asks_of, hits_of, run
 from vllm_nvmeof_bench.traces import Pace, read_trace
 
 from tests.unit.bench.trace_files import agentic, entry, mooncake, session_file
-from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.manager.eviction import credit_share
@@ -138,27 +135,3 @@ def test_a_run_covers_every_sweep(traces: Path) -> None:
         if one.sweep == "pool" and not one.pool_tokens
     )
     assert (conditions["sessions"], conditions["requests"]) == (6, 23)
-
-
-def test_the_command_writes_draws_and_prints_again(traces: Path, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    file, picture = tmp_path / "out" / "tiers.json", tmp_path / "out" / "tiers.png"
-    arguments = ["--json", str(file), "--plot", str(picture), "--chunk-tokens", "64"]
-    arguments += ["--pools", "0,0.5,2", "--cpus", "0.2"]
-    result = CliRunner().invoke(app, ["bench", "simulate", str(traces), *arguments])
-    assert result.exit_code == 0, result.output
-    assert picture.read_bytes().startswith(b"\x89PNG")
-    assert json.loads(file.read_text())["bench"] == "simulate"
-    again = CliRunner().invoke(app, ["bench", "report", str(file)])
-    assert again.exit_code == 0 and "One tier alone" in again.output
-
-
-def test_errors_are_one_plain_line(tmp_path: Path) -> None:
-    for path, needed in (
-        (tmp_path / "none", "no such file or folder"),
-        (session_file(tmp_path, "a", [entry(0, [])]), "no request of a chunk or more"),
-    ):
-        result = CliRunner().invoke(app, ["bench", "simulate", str(path)])
-        assert result.exit_code == 2
-        last = result.stderr.splitlines()[-1]
-        assert last.startswith("vllm-nvmeof: ") and needed in last
