@@ -7,7 +7,6 @@ Arms, each a separate `vllm serve`:
     ours               with default settings: chunks of prompts and of generated tokens are
                        stored in the CPU tier and written through to a pool
     ours_prompt_only   as ours, with `offload_prompt_only: true`
-    ours_cpu_only      as ours, with `pool_bytes: 0`: stored, not written to a pool
 
 Cases, with prompts that no server has seen before:
 
@@ -32,7 +31,7 @@ import gc
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -42,9 +41,8 @@ import numpy as np
 
 from vllm_nvmeof_bench import conditions
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
-from vllm_nvmeof_bench.progress import OnProgress, progress
-from vllm_nvmeof_bench.reports.cost import ARMS, BASE, CASES, CPU_ONLY, OURS, PROMPT_ONLY, Sample
+from vllm_nvmeof_bench.home import OnProgress, drop_logs, home_in, progress, quiet_interpreter
+from vllm_nvmeof_bench.reports.cost import ARMS, BASE, CASES, OURS, PROMPT_ONLY, Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.serve.fleet import Fleet, serving
 from vllm_nvmeof_bench.servers.client import Client
@@ -53,8 +51,8 @@ from vllm_nvmeof_bench.servers.server import (
     BLOCK_TOKENS,
     OffloadSpec,
     ServerSpec,
+    group_cpu_s,
     on_blocks,
-    process_stats,
 )
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
 from vllm_nvmeof_offload.commands.scrape import Metrics
@@ -123,8 +121,7 @@ class Settings:
     @property
     def disk_bytes_max(self) -> int:
         """The most disk space used at any time, by the model and the pools."""
-        pools = sum(name in (OURS, PROMPT_ONLY) for name in self.arms)
-        return _MODEL_BYTES + pools * self.pool_bytes
+        return _MODEL_BYTES + (len(self.arms) - 1) * self.pool_bytes
 
 
 # -- CPU time of a process group --------------------------------------------------------
@@ -134,19 +131,6 @@ _WINDOW_S = 0.25
 #: An idle server's timers may cost a tick in each of two processes.
 _QUIET_TICKS = 2
 _QUIET_S_MAX = 120.0
-
-
-def cpu_of_groups(groups: Iterable[int]) -> dict[int, float]:
-    """Return the CPU seconds of each process group, which the kernel counts in ticks of 10 ms.
-
-    A process's time is its user and system time plus that of children that have exited and been
-    waited for, so that nothing is lost or counted twice when a child exits.
-    """
-    ticks = dict.fromkeys(groups, 0)
-    for stat in process_stats():
-        if (group := int(stat[2])) in ticks:
-            ticks[group] += sum(map(int, stat[11:15]))
-    return {group: count / _TICKS_PER_S for group, count in ticks.items()}
 
 
 def wait_until_quiet(
@@ -183,8 +167,7 @@ def wait_until_quiet(
 
 def extra_config(arm: str, settings: Settings, target: Path) -> dict[str, Any]:
     """Return the `kv_connector_extra_config` of an arm that offloads."""
-    pool_bytes = 0 if arm == CPU_ONLY else settings.pool_bytes
-    extra: dict[str, Any] = {"targets": [str(target)], "pool_bytes": pool_bytes}
+    extra: dict[str, Any] = {"targets": [str(target)], "pool_bytes": settings.pool_bytes}
     return extra | ({"offload_prompt_only": True} if arm == PROMPT_ONLY else {})
 
 
@@ -199,8 +182,7 @@ def server_spec(arm: str, settings: Settings, model: Path, home: Path) -> Server
 
 def cpu_s_of(fleet: Fleet) -> dict[str, float]:
     """Return each server's CPU seconds so far, by arm."""
-    found = cpu_of_groups(server.pid for server in fleet.servers.values())
-    return {arm: found[server.pid] for arm, server in fleet.servers.items()}
+    return {arm: group_cpu_s(server.pid) for arm, server in fleet.servers.items()}
 
 
 # -- one sample -------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from vllm_nvmeof_bench.results import (
 )
 from vllm_nvmeof_offload.units import MIB
 
-BASE, OURS, PROMPT_ONLY, CPU_ONLY = "none", "ours", "ours_prompt_only", "ours_cpu_only"
-ARMS = (BASE, OURS, PROMPT_ONLY, CPU_ONLY)
+BASE, OURS, PROMPT_ONLY = "none", "ours", "ours_prompt_only"
+ARMS = (BASE, OURS, PROMPT_ONLY)
 CASES = ("single", "batch")
 COST_MAX = 0.02
 _SCHEDULER_SHARE_MAX = 0.05

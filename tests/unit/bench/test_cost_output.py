@@ -35,5 +35,4 @@ def test_the_arms_differ_only_as_their_names_state(tmp_path: Path) -> None:
     }
     assert changed["ours"] == {"pool_bytes"}
     assert changed["ours_prompt_only"] == {"pool_bytes", "offload_prompt_only"}
-    assert extras["ours_cpu_only"].pool_bytes == 0
     assert extras["ours_prompt_only"].offload_prompt_only is True
