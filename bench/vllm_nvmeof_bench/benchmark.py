@@ -27,7 +27,7 @@ BENCHMARKS = {
     "simulate": ("simulate", "simulate"),
     "latency": ("latency", "latency"),
     "pool": ("pool", "pool"),
-    "stream": ("stream", "stream.measure"),
+    "stream": ("stream", "stream"),
     "stall": ("stall", "serve.stall"),
     "hotpath": ("hotpath", "hotpath.measure"),
     "follow": ("follow", "hotpath.follow"),

@@ -41,13 +41,12 @@ from crc32c import crc32c
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import packages
-from vllm_nvmeof_bench.home import home_in
-from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.home import OnProgress, home_in, progress, unheard
 from vllm_nvmeof_bench.reports.copy import Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_names, option, recorded
-from vllm_nvmeof_bench.stream.load import Rig, measure_arm
-from vllm_nvmeof_bench.stream.load import Settings as LoadSettings
+from vllm_nvmeof_bench.stream import Rig, measure_arm
+from vllm_nvmeof_bench.stream import Settings as LoadSettings
 from vllm_nvmeof_offload.copy.base import (
     DESCRIPTORS_MAX,
     Backend,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A benchmark's temporary directory, and an interpreter without garbage collection."""
+"""What surrounds a run: a temporary directory, progress on the terminal, no garbage collection."""
 
 from __future__ import annotations
 
@@ -11,8 +11,12 @@ import shutil
 import signal
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_offload.units import format_bytes
@@ -90,3 +94,35 @@ def quiet_interpreter() -> Iterator[None]:
         gc.unfreeze()
         if was:
             gc.enable()
+
+
+#: The arguments: measurements done, measurements in total, and a text for the next one.
+OnProgress = Callable[[int, int, str], None]
+
+
+def unheard(done: int, total: int, what: str) -> None:
+    """Ignore progress."""
+
+
+@contextmanager
+def progress(logged: Callable[[str], bool] = lambda what: True) -> Iterator[OnProgress]:
+    """Show a bar. It is redrawn only between measurements: a refresh thread would affect them.
+
+    logged: a function of a step's text: whether to print it if stderr is not a terminal.
+    """
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, auto_refresh=False) as bar:
+        task = bar.add_task("starting", total=None)
+
+        def report(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total or None, description=what, refresh=True)
+            if not console.is_terminal and logged(what):
+                bar.console.print(f"{done}/{total} {what}", highlight=False)
+
+        yield report

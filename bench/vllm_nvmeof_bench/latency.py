@@ -39,7 +39,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from vllm_nvmeof_bench import conditions
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.home import home_in, quiet_interpreter
+from vllm_nvmeof_bench.home import OnProgress, home_in, progress, quiet_interpreter, unheard
 from vllm_nvmeof_bench.pool import (
     EngineMover,
     Fio,
@@ -50,7 +50,6 @@ from vllm_nvmeof_bench.pool import (
     limits,
     write_flat,
 )
-from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
 from vllm_nvmeof_bench.reports.latency import ARMS, PAYLOAD_MIN, STAND_IN, Point, Sample
 from vllm_nvmeof_bench.results import BenchError, dump, percentile, size_name
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option

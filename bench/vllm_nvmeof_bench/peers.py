@@ -44,8 +44,14 @@ import numpy as np
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
-from vllm_nvmeof_bench.home import home_in, quiet_interpreter, sync_file_system
-from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.home import (
+    OnProgress,
+    home_in,
+    progress,
+    quiet_interpreter,
+    sync_file_system,
+    unheard,
+)
 from vllm_nvmeof_bench.reports.peers import (
     ABSENT,
     ALONE,
@@ -66,8 +72,8 @@ from vllm_nvmeof_bench.reports.peers import (
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.servers.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option
-from vllm_nvmeof_bench.stream.load import Rig
-from vllm_nvmeof_bench.stream.load import Settings as RigSettings
+from vllm_nvmeof_bench.stream import Rig
+from vllm_nvmeof_bench.stream import Settings as RigSettings
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.base import IoEngine, Waker
 from vllm_nvmeof_offload.peers.base import Common, PeerRead, SlotMemory

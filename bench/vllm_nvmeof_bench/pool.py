@@ -59,8 +59,14 @@ import numpy as np
 
 from vllm_nvmeof_bench import conditions
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.home import home_in, quiet_interpreter, sync_file_system
-from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.home import (
+    OnProgress,
+    home_in,
+    progress,
+    quiet_interpreter,
+    sync_file_system,
+    unheard,
+)
 from vllm_nvmeof_bench.reports.pool import ARMS, CASES, KINDS, Sample
 from vllm_nvmeof_bench.results import BenchError, dump, percentile, size_name
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option

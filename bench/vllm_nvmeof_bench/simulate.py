@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.home import OnProgress, progress, unheard
 from vllm_nvmeof_bench.reports.simulate import Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded

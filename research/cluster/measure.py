@@ -20,7 +20,7 @@ from statistics import fmean
 from typing import Any
 
 from vllm_nvmeof_bench.benchmark import Command
-from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.home import OnProgress, progress, unheard
 from vllm_nvmeof_bench.results import dump, percentile
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded
 from vllm_nvmeof_bench.traces import TRACE_HELP, Trace, read_trace

@@ -35,8 +35,7 @@ import numpy.typing as npt
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
-from vllm_nvmeof_bench.home import home_in
-from vllm_nvmeof_bench.progress import OnProgress, progress, unheard
+from vllm_nvmeof_bench.home import OnProgress, home_in, progress, unheard
 from vllm_nvmeof_bench.reports.follow import CHANGED, FIRST, IDLE, LOG, PUT, SAME, SCAN, Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded

@@ -47,7 +47,7 @@ _SHOWN = ("engine", "throttle", "read_mb_per_s", "prompts", "prompt_tokens", "pr
 
 @dataclass(frozen=True)
 class Sample:
-    """One load, resume or request. `stream.measure` describes parts, cases and arms.
+    """One load, resume or request. `vllm_nvmeof_bench.stream` describes parts, cases and arms.
 
     at: for load, the multiple of the CPU tier; for admission, the read limit in MB/s, 0: none;
     otherwise null. number: index within the round. cpu_s: CPU time of the whole process, only for

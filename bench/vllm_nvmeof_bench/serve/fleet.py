@@ -15,8 +15,7 @@ from typing import Any
 
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
-from vllm_nvmeof_bench.home import drop_logs, home_in, quiet_interpreter
-from vllm_nvmeof_bench.progress import OnProgress, progress
+from vllm_nvmeof_bench.home import OnProgress, drop_logs, home_in, progress, quiet_interpreter
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.serve.arms import (
     PEER_NOTE,

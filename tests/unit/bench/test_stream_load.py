@@ -12,8 +12,7 @@ from threading import Event
 import numpy as np
 import pytest
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.stream.load import ARMS, PacedCopyEngine, Settings
-from vllm_nvmeof_bench.stream.measure import run, steps
+from vllm_nvmeof_bench.stream import ARMS, PacedCopyEngine, Settings, run, steps
 
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.units import KIB, MIB

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.stream.load import Settings
+from vllm_nvmeof_bench.stream import Settings
 
 from vllm_nvmeof_offload.units import MIB
 

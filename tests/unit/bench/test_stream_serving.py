@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.server import split_extra
-from vllm_nvmeof_bench.stream.load import PARTS, Settings
-from vllm_nvmeof_bench.stream.measure import (
+from vllm_nvmeof_bench.stream import (
     ADMISSION,
+    PARTS,
     PREFETCH,
     SHAPE,
     Agreement,
     ReturnPlan,
+    Settings,
     steps,
 )
 
