@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Paired statistics and goals of `bench cost`, on made-up samples."""
+"""`bench cost`: goals on made-up samples, settings, waiting for quiet, a canned server."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from vllm_nvmeof_bench.cost import Settings
+from vllm_nvmeof_bench.cost import (
+    Settings,
+    extra_config,
+    measure,
+    prompts_of,
+    server_spec,
+    wait_until_quiet,
+)
+from vllm_nvmeof_bench.cost import ask as ask_at_once
 from vllm_nvmeof_bench.reports.cost import (
+    ARMS,
     goals,
     ratios_of,
     scheduler_share,
@@ -21,8 +33,10 @@ from vllm_nvmeof_bench.results import (
     missed,
     ratios,
 )
+from vllm_nvmeof_bench.servers.client import Client
 
 from tests.unit.bench.made_up_costs import CONDITIONS, everything, rounds, sample
+from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.units import MIB
 
 
@@ -178,3 +192,141 @@ def test_everything_fits_in_the_gpu_cache_several_times() -> None:
     assert settings.arms == ("none", "ours", "ours_prompt_only")
     assert (settings.gpu_blocks - 1) * 32 >= 4 * settings.tokens_at_once
     assert settings.model_len > settings.single_prompt_tokens + settings.single_answer_tokens
+
+
+def test_too_little_space_is_reported_before_a_server_starts(tmp_path: Path) -> None:
+    with pytest.raises(BenchError, match="give another --dir"):
+        measure(Settings(directory=tmp_path / "disk", pool_bytes=1 << 60), tmp_path / "cost.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_arms_differ_only_as_their_names_state(tmp_path: Path) -> None:
+    settings = Settings(arms=ARMS)
+    specs = {arm: server_spec(arm, settings, tmp_path / "model", tmp_path) for arm in ARMS}
+    commands = {arm: spec.command(1) for arm, spec in specs.items()}
+    bare = commands["none"]
+    assert all(command[: len(bare)] == bare for command in commands.values())
+    default = parse_config({})
+    extras = {
+        arm: parse_config({**extra_config(arm, settings, tmp_path / arm)}) for arm in ARMS[1:]
+    }
+    changed = {
+        arm: {key for key, value in extra if value != getattr(default, key)} - {"targets"}
+        for arm, extra in extras.items()
+    }
+    assert changed["ours"] == {"pool_bytes"}
+    assert changed["ours_prompt_only"] == {"pool_bytes", "offload_prompt_only"}
+    assert extras["ours_prompt_only"].offload_prompt_only is True
+
+
+class Machine:
+    """A clock that only sleeping moves, and a server that works until `busy_until_s`."""
+
+    def __init__(self, busy_until_s: float) -> None:
+        self.now_s = 100.0
+        self.busy_until_s = 100.0 + busy_until_s
+
+    def now(self) -> float:
+        return self.now_s
+
+    def sleep(self, seconds: float) -> None:
+        self.now_s += seconds
+
+    def cpu_s(self) -> float:
+        return 7.0 + min(self.now_s, self.busy_until_s) - 100.0
+
+
+@pytest.mark.parametrize(("busy_s", "waited_s"), [(0.0, 0.0), (0.3, 0.5), (2.0, 2.0)])
+def test_a_server_is_quiet_when_its_cpu_time_stops_growing(busy_s: float, waited_s: float) -> None:
+    machine = Machine(busy_s)
+    assert wait_until_quiet(machine.cpu_s, machine.now, machine.sleep) == waited_s
+
+
+def test_a_server_that_never_becomes_quiet_is_an_error() -> None:
+    machine = Machine(1e9)
+    with pytest.raises(BenchError, match="still uses 100% of a core"):
+        wait_until_quiet(machine.cpu_s, machine.now, machine.sleep)
+
+
+def test_prompts_are_the_same_for_every_arm_and_never_seen_before() -> None:
+    settings = Settings()
+    assert prompts_of(settings, "batch", 3) == prompts_of(settings, "batch", 3)
+    seen = [
+        tuple(prompt[:32])
+        for case in ("single", "batch")
+        for number in range(20)
+        for prompt in prompts_of(settings, case, number)
+    ]
+    assert len(seen) == 20 * (1 + settings.batch_requests) == len(set(seen))
+
+
+TOKEN = '{"id":"x","choices":[{"index":0,"text":"a"}]}'
+USAGE = '{"id":"x","choices":[],"usage":{"prompt_tokens":3,"completion_tokens":2}}'
+
+
+def ask(
+    events: Sequence[str], status: str = "200 OK", prompts: int = 1
+) -> tuple[tuple[float, float], int]:
+    """Ask a server that answers every request with `events`; also return its number of requests."""
+    asked = 0
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal asked
+        head = await reader.readuntil(b"\r\n\r\n")
+        length = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+        await reader.readexactly(length)
+        asked += 1
+        body = "".join(f"data: {event}\n\n" for event in events)
+        lines = (f"HTTP/1.1 {status}", f"content-length: {len(body)}", "connection: close")
+        writer.write("\r\n".join((*lines, "", body)).encode())
+        await writer.drain()
+        writer.close()
+
+    async def both() -> tuple[float, float]:
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        async with server:
+            host, port = server.sockets[0].getsockname()
+            client = Client(f"http://{host}:{port}", model="made-up")
+            try:
+                return await ask_at_once(client, [[1, 2, 3]] * prompts, 2)
+            finally:
+                await client.close()
+
+    return asyncio.run(both()), asked
+
+
+def test_tokens_are_timed_and_the_usage_event_is_no_token() -> None:
+    (ttft_s, seconds), asked = ask([TOKEN, TOKEN, USAGE, "[DONE]"], prompts=3)
+    assert asked == 3
+    assert 0 < ttft_s <= seconds
+
+
+@pytest.mark.parametrize(
+    ("events", "status", "needed"),
+    [
+        ([TOKEN, "[DONE]"], "200 OK", "1 of 2 tokens came"),
+        ([USAGE, "[DONE]"], "200 OK", "2 of 2 tokens came"),
+        ([TOKEN, USAGE.replace(":2}", ":1}"), "[DONE]"], "200 OK", "1 of 2 tokens came"),
+        (['{"error":{"message":"made up"}}'], "200 OK", "made up"),
+        (["overloaded"], "503 Service Unavailable", "HTTP 503: data: overloaded"),
+    ],
+)
+def test_an_incomplete_answer_is_an_error(events: Sequence[str], status: str, needed: str) -> None:
+    with pytest.raises(BenchError, match=needed):
+        ask(events, status)
+
+
+def test_a_stopped_server_is_an_error() -> None:
+    async def gone() -> None:
+        server = await asyncio.start_server(lambda _reader, _writer: None, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        server.close()
+        await server.wait_closed()
+        client = Client(f"http://127.0.0.1:{port}", model="made-up")
+        try:
+            await ask_at_once(client, [[1]], 2)
+        finally:
+            await client.close()
+
+    with pytest.raises(BenchError, match="a request failed"):
+        asyncio.run(gone())

@@ -1,0 +1,469 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`bench serve`: whole runs on made-up servers, the client, the arms, vLLM's tiering."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+from vllm_nvmeof_bench.home import drop_logs
+from vllm_nvmeof_bench.reports import serve as report
+from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample, ratio_of_cpu
+from vllm_nvmeof_bench.results import BenchError, load
+from vllm_nvmeof_bench.serve import arms
+from vllm_nvmeof_bench.serve.arms import ARMS, BLOCK_TOKENS, Sizes, arms_of, offload_of, server_spec
+from vllm_nvmeof_bench.serve.fleet import Fleet
+from vllm_nvmeof_bench.serve.measure import HitSettings, TtftSettings, prompts_of
+from vllm_nvmeof_bench.servers import client as client_module
+from vllm_nvmeof_bench.servers import engine
+from vllm_nvmeof_bench.servers.client import Client, Hits, Metrics, Tokens
+from vllm_nvmeof_bench.servers.server import group_cpu_s, split_extra
+
+from tests.unit.bench.made_up_server import SEPARATOR, MadeUpServer
+from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.config import parse_config
+from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.units import GIB
+
+RIVALS = ("full", "peer_full")
+TURN = TurnSample("a", 4, 0, 0, 0, 0.0, 0.5, 2.0, 90, 10, "1 2", None, gpu=45)
+
+
+def bench(
+    tmp_path: Path, name: str, servers: list[MadeUpServer], *options: str
+) -> tuple[str, dict[str, Any]]:
+    """Run it on servers a, b, …; return what it printed and its file."""
+    path, picture = tmp_path / "out" / f"{name}.json", tmp_path / "out" / f"{name}.png"
+    urls = [word for i, s in enumerate(servers) for word in ("--base-url", f"{'ab'[i]}={s.url}")]
+    files = ["--dir", str(tmp_path / "disk"), "--json", str(path), "--plot", str(picture)]
+    result = CliRunner().invoke(app, ["bench", "serve", name, *urls, *files, *options])
+    assert result.exit_code == 0, result.output
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    again = CliRunner().invoke(app, ["bench", "report", str(path)])
+    assert again.output.splitlines()[-1] in result.output
+    assert not (tmp_path / "disk").exists()
+    return result.output, json.loads(path.read_text())
+
+
+def test_ttft_from_beginning_to_end(tmp_path: Path) -> None:
+    with MadeUpServer() as one, MadeUpServer(resets=False, skew=1) as two:
+        options = ("--lengths", "100,200", "--rounds", "2")
+        text, content = bench(tmp_path, "ttft", [one, two], *options)
+    samples = content["samples"]
+    assert len(samples) == 2 * 2 * 2 * 2
+    back = [row for row in samples if row["phase"] == "back"]
+    assert all(row["cpu"] == row["length"] for row in back if row["arm"] == "a")
+    assert all(row["gpu"] == row["length"] for row in back if row["arm"] == "b")
+    assert "answers that equal the first arm's: 8 of 16" in text
+    assert "was not emptied on b" in text
+    assert content["conditions"]["models"] == {"a": "made-up", "b": "made-up"}
+
+
+def test_files_of_the_user_beside_the_logs_stay(tmp_path: Path) -> None:
+    theirs = tmp_path / "out" / "ttft-logs" / "notes.txt"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("mine")
+    with MadeUpServer() as one:
+        bench(tmp_path, "ttft", [one], "--lengths", "100", "--rounds", "1")
+    assert theirs.read_text() == "mine"
+
+
+def test_only_the_logs_of_our_servers_are_deleted(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    drop_logs(logs, ["a"])
+    logs.mkdir()
+    for name in ("a.log", "b.log", "theirs.log"):
+        (logs / name).touch()
+    drop_logs(logs, ["a", "b", "never started"])
+    assert [path.name for path in logs.iterdir()] == ["theirs.log"]
+    drop_logs(logs, ["theirs"])
+    assert not logs.exists()
+
+
+def test_hits_from_beginning_to_end(tmp_path: Path) -> None:
+    with MadeUpServer() as one:
+        options = ("--rates", "0,50,100", "--count", "4", "--prompt-tokens", "80", "--rounds", "1")
+        text, content = bench(tmp_path, "hits", [one], *options)
+    found = {row["rate"]: (row["cpu"], row["compared"], row["same"]) for row in content["samples"]}
+    assert found == {0: (0, 0, 0), 50: (160, 2, 2), 100: (320, 4, 4)}
+    assert "Tokens/s of 4 prompts at once" in " ".join(text.split())
+
+
+def test_a_server_that_answers_nothing_ends_the_run(tmp_path: Path) -> None:
+    with MadeUpServer(fails=80) as one:
+        sizes = ("--rates", "0", "--count", "2", "--prompt-tokens", "80", "--rounds", "1")
+        options = ["--base-url", f"a={one.url}", *sizes, "--json", str(tmp_path / "hits.json")]
+        result = CliRunner().invoke(
+            app, ["bench", "serve", "hits", *options, "--dir", str(tmp_path)]
+        )
+    assert result.exit_code != 0
+    assert "arm a: all 2 requests failed" in result.stderr
+
+
+def test_a_rate_has_the_cpu_seconds_of_both_servers_where_they_are_known() -> None:
+    def sample(arm: str, cpu_s: float | None) -> HitSample:
+        return HitSample(arm, 50, 0, 1, 0, 1.0, 9, 1, None, 0, 0, 0, 0, 0, 0, cpu_s)
+
+    assert ratio_of_cpu([sample("full", 3.0), sample("peer_full", 2.0)], *RIVALS, 50) == [1.5]
+    assert ratio_of_cpu([sample("full", 3.0), sample("peer_full", None)], *RIVALS, 50) == []
+
+
+def test_the_cpu_time_of_a_group_counts_children_that_have_ended() -> None:
+    busy = "import time\nwhile time.process_time() < 0.3: pass"
+    script = f"import subprocess, sys, time\nsubprocess.run([sys.executable, '-c', {busy!r}])"
+    script += "\nprint(flush=True)\nsys.stdin.read()"
+    command = [sys.executable, "-c", script]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as group:
+        assert group.stdin and group.stdout
+        group.stdout.readline()
+        assert group_cpu_s(group.pid) >= 0.3
+        group.stdin.close()
+
+
+def test_turns_from_beginning_to_end(tmp_path: Path) -> None:
+    with MadeUpServer() as one, MadeUpServer(fails=70 + 16 + 70) as two:
+        sizes = ("--first-tokens", "70", "--grow-tokens", "70", "--rounds", "1")
+        text, content = bench(tmp_path, "turns", [one, two], "--concurrency", "2,3", *sizes)
+    rows = content["samples"]
+    lengths = sorted({row["prompt_tokens"] for row in rows if row["arm"] == "a"})
+    assert lengths == [70, 156, 242, 328]  # each turn has all that was said before in front
+    failed = [row for row in rows if row["failure"]]
+    assert len(failed) == 2 + 3  # b's conversations end at their second turn
+    assert "failed: HTTP 503: overloaded" in text
+    assert "answers that equal the first arm's: 5 of 5" in text
+
+
+def test_samples_measured_before_an_interruption_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Fleet.run
+
+    def run(fleet: Fleet, coroutine: Any) -> Any:
+        reply = asked(fleet, coroutine)
+        if isinstance(reply, tuple) and reply[0].tokens_in == 200:
+            raise KeyboardInterrupt
+        return reply
+
+    monkeypatch.setattr(Fleet, "run", run)
+    path = tmp_path / "out" / "ttft.json"
+    with MadeUpServer() as one:
+        options = ["--base-url", one.url, "--lengths", "100,200", "--json", str(path)]
+        result = CliRunner().invoke(
+            app, ["bench", "serve", "ttft", *options, "--dir", str(tmp_path)]
+        )
+    assert result.exit_code == 130
+    samples, conditions = load(path, "ttft", TtftSample)
+    assert [(one.phase, one.length) for one in samples] == [("cold", 100)]
+    assert conditions["cut_off"] is True
+    shown = CliRunner().invoke(app, ["bench", "report", str(path)])
+    assert "this run was cut off" in shown.output
+
+
+def test_a_batch_has_the_hits_of_its_rate() -> None:
+    settings, tokens = HitSettings(count=8, prompt_tokens=5), Tokens()
+    all_of_it = dict(prompts_of(settings, tokens, 100, 0))
+    half, other = (prompts_of(settings, tokens, 50, number) for number in (0, 1))
+    assert sum(name in all_of_it for name, _ in half) == 4
+    assert all(all_of_it[name] == prompt for name, prompt in half if name in all_of_it)
+    new = [{tuple(p) for name, p in one if name not in all_of_it} for one in (half, other)]
+    assert len(new[0] | new[1]) == 8  # a round's new prompts are no other's
+
+
+def test_a_difference_is_in_per_cent_and_a_dash_where_one_is_missing() -> None:
+    assert (report.changed(3.0, 2.0), report.changed(1.0, None)) == ("+50 %", "–")
+    failed = replace(TURN, failure="x", ttft_s=None)
+    found = report.turns_of([failed], "a", 4)
+    assert (found.ttft_mean_s, found.ttft_p95_s) == (None, None)
+
+
+def test_turns_are_added_up_over_rounds() -> None:
+    rows = [
+        TURN,
+        replace(TURN, conversation=1, start_s=1.0, end_s=3.0, ttft_s=1.5, gpu=0),
+        replace(TURN, round=1, end_s=1.0, ttft_s=1.0, gpu=45),
+        replace(TURN, round=1, conversation=1, failure="x", ttft_s=None, gpu=0, prompt_tokens=0),
+    ]
+    found = report.turns_of(rows, "a", 4)
+    assert found.tokens_per_s == pytest.approx(300 / (4.0 + 2.0))
+    assert (found.ttft_mean_s, found.ttft_p95_s, found.failures) == (1.0, 1.5, 1)
+    assert found.found[0] == pytest.approx(90 / 270)
+    other = [replace(row, arm="b", end_s=2 * row.end_s, start_s=2 * row.start_s) for row in rows]
+    assert report.ratio_of_turns(rows + other, "a", "b", 4) == [2.0, 2.0]
+
+
+def test_ratios_of_ttft_are_of_the_same_prompt() -> None:
+    def one(arm: str, phase: str, number: int, ttft_s: float) -> TtftSample:
+        return TtftSample(arm, phase, 256, number, ttft_s, 1.0, 0, 0, 0, 0, True, None)
+
+    rows = [one("pool", "cold", 0, 1.0), one("pool", "back", 0, 0.25), one("pool", "back", 1, 9.0)]
+    rows += [one("peer", "back", 0, 0.5), one("peer", "back", 1, 9.0)]
+    assert report.ratio_of_ttft(rows, "pool", 256) == [4.0]
+    assert report.ratio_of_ttft(rows, "pool", None, "peer") == [0.5, 1.0]
+    assert report.rivals({"pool", "peer", "full"}) == [("pool", "peer")]
+
+
+SIZES = Sizes(working_tokens=9600, request_tokens_max=1000, gpu_tokens=1024)
+LONG = list(range(100, 200))
+
+
+def run_on(server: MadeUpServer, work: Callable[[Client], Coroutine[Any, Any, Any]]) -> Any:
+    async def both() -> Any:
+        client = Client(server.url, model="")
+        try:
+            return await work(client)
+        finally:
+            await client.close()
+
+    return asyncio.run(both())
+
+
+def test_a_stream_is_timed_and_counted() -> None:
+    with MadeUpServer() as server:
+        reply = run_on(server, lambda client: client.attempt([1, 2, 3], 2))
+    assert reply.failure is None
+    assert 0 < reply.ttft_s <= reply.end_s
+    assert (reply.tokens_in, reply.tokens_out) == (3, 2)
+    assert (reply.tokens, reply.text) == ([6, 7], f"<6{SEPARATOR}><7{SEPARATOR}>")
+
+
+def test_a_refused_request_is_a_failure_with_its_reason() -> None:
+    with MadeUpServer(fails=3) as server:
+        reply = run_on(server, lambda client: client.attempt([1, 2, 3], 2))
+    assert reply.failure == "HTTP 503: overloaded"
+    assert reply.times == []
+    assert reply.tokens_out == 0
+
+
+def test_a_stopped_server_is_a_failure_too() -> None:
+    with MadeUpServer() as server:
+        url = server.url
+
+    async def gone() -> Any:
+        client = Client(url, model="made-up")
+        try:
+            return await client.attempt([1], 1)
+        finally:
+            await client.close()
+
+    assert "ConnectError" in str(asyncio.run(gone()).failure)
+
+
+@pytest.mark.parametrize(("idle_s_max", "made"), [(3600.0, 1), (0.0, 2)])
+def test_a_connection_that_was_idle_too_long_is_not_used_again(
+    monkeypatch: pytest.MonkeyPatch, idle_s_max: float, made: int
+) -> None:
+    """vLLM's server closes it after five seconds, which may be just when a request is sent."""
+    assert client_module._IDLE_S_MAX < 5 / 2
+    monkeypatch.setattr(client_module, "_IDLE_S_MAX", idle_s_max)
+    served: list[asyncio.Task[None] | None] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        served.append(asyncio.current_task())
+        with contextlib.suppress(asyncio.IncompleteReadError):
+            while await reader.readuntil(b"\r\n\r\n"):
+                writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        writer.close()
+        await writer.wait_closed()
+
+    async def read_twice() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        host, port = server.sockets[0].getsockname()[:2]
+        async with server, Client(f"http://{host}:{port}") as client:
+            await client.metrics()
+            await client.metrics()
+        await asyncio.gather(*filter(None, served))
+
+    asyncio.run(read_twice())
+    assert len(served) == made
+
+
+def test_hits_are_counted_by_source() -> None:
+    async def work(client: Client) -> list[Hits]:
+        found = [await client.hits()]
+        for reset in (False, False, True):
+            if reset:
+                assert await client.forget_gpu()
+            await client.attempt(LONG, 1)
+            found.append(await client.hits())
+        return found
+
+    with MadeUpServer() as server:
+        none, first, again, after = run_on(server, work)
+    # Each reading follows a prompt of three tokens.
+    assert first - none == Hits(prompt=103)
+    assert again - first == Hits(prompt=103, gpu=100)
+    assert after - again == Hits(prompt=103, cpu=100)
+
+
+def test_our_counters_take_precedence_over_vllms() -> None:
+    text = (
+        "vllm:external_prefix_cache_hits_total 100\n"
+        'vllm:nvmeof_loaded_tokens_total{source="cpu"} 30\n'
+        'vllm:nvmeof_loaded_tokens_total{source="pool"} 60\n'
+        'vllm:prompt_tokens_cached_by_source_total{source="host"} 100\n'
+    )
+    assert Hits.of(Metrics(text)) == Hits(cpu=30, pool=60, other=10)
+
+
+def test_a_server_without_these_routes_gives_zeros() -> None:
+    async def work(client: Client) -> tuple[Hits, bool]:
+        await client.settle()
+        return await client.hits(), await client.forget_gpu()
+
+    with MadeUpServer(resets=False, metrics=False) as server:
+        assert run_on(server, work) == (Hits(), False)
+
+
+def test_arms_by_name_and_by_url() -> None:
+    assert [arm.name for arm in arms_of(["pool", "peer"], [])] == ["pool", "peer"]
+    first, second = arms_of(["pool"], ["ours=http://a:1/v1/", "http://b:2"])
+    assert (first.name, first.url) == ("ours", "http://a:1")
+    assert (second.name, second.url) == ("server2", "http://b:2")
+
+
+@pytest.mark.parametrize(
+    ("names", "urls", "needed"),
+    [
+        (["poool"], [], "no arm 'poool'; choose from none, cpu"),
+        ([], [], "nothing to measure"),
+        ([], ["a=http://x", "a=http://y"], "the same name"),
+        ([], ["localhost:8000"], "NAME=http://HOST:PORT"),
+    ],
+)
+def test_invalid_arms_are_refused(names: list[str], urls: list[str], needed: str) -> None:
+    with pytest.raises(BenchError, match=needed):
+        arms_of(names, urls)
+
+
+@pytest.mark.parametrize("text", ["", "5", "9:3", "-1:100", "a:b"])
+def test_invalid_token_ids_are_refused(text: str) -> None:
+    with pytest.raises(BenchError, match="token ids"):
+        Tokens.parse(text)
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [("full", "peer_full"), ("pool", "peer")])
+def test_the_peer_gets_what_its_counterpart_gets(ours: str, theirs: str, tmp_path: Path) -> None:
+    mine, rival = (offload_of(ARMS[name], SIZES, tmp_path) for name in (ours, theirs))
+    assert mine is not None and mine.size_gib is not None and rival is not None
+    assert mine.size_gib * GIB == rival.extra["cpu_bytes_to_use"]
+    settings = parse_config(*split_extra(mine.extra))
+    block_bytes = rival.extra["block_size"] * SIZES.shape.kv_bytes_per_token
+    assert settings.chunk_bytes_min == block_bytes
+    assert settings.offload_prompt_only is rival.extra["offload_prompt_only"] is False
+
+
+def test_arms_differ_from_a_plain_server_only_in_offloading(tmp_path: Path) -> None:
+    commands = {
+        name: server_spec(arm, SIZES, tmp_path, tmp_path).command(1) for name, arm in ARMS.items()
+    }
+    bare = commands.pop("none")
+    assert all(command[: len(bare)] == bare for command in commands.values())
+    third, whole = SIZES.staging_bytes("third"), SIZES.staging_bytes("all")
+    assert 0.3 < third / whole < 0.4
+    cpu = offload_of(ARMS["cpu"], SIZES, tmp_path)
+    assert cpu is not None and parse_config(*split_extra(cpu.extra)).pool_bytes == 0
+
+
+PLACE = Path("place")
+
+
+def on(monkeypatch: pytest.MonkeyPatch, *, cpu: bool) -> Sizes:
+    for module in (arms, engine):
+        monkeypatch.setattr(module, "has_cpu_engine", lambda: cpu)
+    return TtftSettings(lengths=(1000,), server_args="--a 'b c'").sizes()
+
+
+def test_the_copy_backend_can_be_set_for_our_arm(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = on(monkeypatch, cpu=False)
+    plain, kernel = arms_of(["full", "full:kernel"], ())
+    assert kernel.name == "full:kernel"
+    assert kernel.about == f"{plain.about}; copies by kernel"
+    offload, by_kernel = (offload_of(arm, sizes, PLACE) for arm in (plain, kernel))
+    assert offload is not None and by_kernel is not None
+    assert by_kernel.extra == {**offload.extra, "copy_backend": "kernel"}
+
+
+@pytest.mark.parametrize("name", ["full:gds", "full:", "peer:dma", "none:dma"])
+def test_other_arms_have_no_copy_backend(name: str) -> None:
+    with pytest.raises(BenchError, match="may be followed by :dma or :kernel"):
+        arms_of([name], ())
+
+
+def test_on_a_gpu_servers_get_the_given_arguments(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sizes = on(monkeypatch, cpu=False)
+    (arm,) = arms_of(["peer"], ())
+    spec = server_spec(arm, sizes, tmp_path, PLACE)
+    assert (spec.dtype, spec.extra_args) == ("bfloat16", ("--a", "b c"))
+    assert spec.offload is not None
+    assert spec.offload.extra["spec_name"] == "TieringOffloadingSpec"
+    assert "spec_module_path" not in spec.offload.extra, "vLLM's own, as it is"
+    assert spec.offload.extra["cpu_bytes_to_use"] == sizes.staging_bytes("third")
+    assert sizes.chunk_bytes == BLOCK_TOKENS * sizes.shape.kv_bytes_per_token // 2
+
+
+def test_invalid_arguments_are_named() -> None:
+    with pytest.raises(BenchError, match=r"^--server-args \"--a 'b\": No closing quotation$"):
+        TtftSettings(server_args="--a 'b").sizes()
+
+
+def test_on_the_cpu_engine_the_model_is_small(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    large = on(monkeypatch, cpu=False).shape.parameters
+    sizes = on(monkeypatch, cpu=True)
+    (arm,) = arms_of(["peer"], ())
+    spec = server_spec(arm, sizes, tmp_path, PLACE)
+    assert spec.dtype == "float32"
+    assert spec.offload is not None
+    assert spec.offload.extra["spec_module_path"] == "vllm_nvmeof_bench.serve.peer"
+    assert sizes.chunk_bytes == BLOCK_TOKENS * sizes.shape.kv_bytes_per_token
+    assert 50 * sizes.shape.parameters < large
+
+
+BLOCKS, PAGE, PER_CHUNK, CHUNKS = 12, 4096, 2, 5
+
+
+def test_stored_bytes_are_loaded_into_other_blocks() -> None:
+    base = pytest.importorskip("vllm.v1.kv_offload.base")
+    peer = pytest.importorskip("vllm_nvmeof_bench.serve.peer")
+    cache = np.random.default_rng(3).integers(0, 255, (2, BLOCKS, PAGE), np.uint8)
+    before = cache.copy()
+    memory = np.zeros((CHUNKS, 2 * PAGE * PER_CHUNK), np.uint8)
+    tensors = [CacheTensor(one.ctypes.data, PAGE, PAGE, BLOCKS) for one in cache]
+    region = SimpleNamespace(
+        base_tensor=SimpleNamespace(data_ptr=lambda: memory.ctypes.data), cleanup=lambda: None
+    )
+    worker = peer.HostCopyWorker(ChunkGeometry(tensors, PER_CHUNK), region, memory.strides[0])
+    try:
+        gpu = base.GPULoadStoreSpec([7, 1, 4], group_sizes=(3,), block_indices=(0,))
+        cpu = base.BlockIDsLoadStoreSpec([3, 0])
+        assert worker.submit_store(10, gpu, cpu)
+        worker.wait({10})
+        [result] = worker.get_finished()
+        assert (result.job_id, result.success, result.transfer_size) == (10, True, 3 * 2 * PAGE)
+        cache[:] = 0
+        # From the middle of the first chunk: blocks 1 and 2 of what was stored.
+        back = base.GPULoadStoreSpec([2, 9], group_sizes=(2,), block_indices=(1,))
+        assert worker.submit_load(11, cpu, back)
+        end_s = time.monotonic() + 120
+        while not (done := worker.get_finished()) and time.monotonic() < end_s:
+            worker.wait({11})
+        assert [one.job_id for one in done] == [11]
+        assert np.array_equal(cache[:, [2, 9]], before[:, [1, 4]])
+    finally:
+        worker.shutdown()
