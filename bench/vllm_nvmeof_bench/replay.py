@@ -23,8 +23,7 @@ import numpy as np
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.reports.replay import Sample
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.serve.arms import ServerSettings, arms_option
-from vllm_nvmeof_bench.serve.fleet import Run, run
+from vllm_nvmeof_bench.serve.fleet import Run, ServerSettings, arms_option, run
 from vllm_nvmeof_bench.servers.client import Answer, Client, Tokens
 from vllm_nvmeof_bench.settings import option
 from vllm_nvmeof_bench.traces import (

@@ -33,8 +33,7 @@ import numpy as np
 
 from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
-from vllm_nvmeof_bench.serve.fleet import Run, command
+from vllm_nvmeof_bench.serve.fleet import Run, ServerSettings, Sizes, arms_option, command
 from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Tokens
 from vllm_nvmeof_bench.servers.server import on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option

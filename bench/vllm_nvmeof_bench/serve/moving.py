@@ -29,8 +29,7 @@ import numpy as np
 
 from vllm_nvmeof_bench.reports.moving import OURS, PEER, STICKY, Sample
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.serve.arms import Arm, ServerSettings, Sizes
-from vllm_nvmeof_bench.serve.fleet import Run, command
+from vllm_nvmeof_bench.serve.fleet import Arm, Run, ServerSettings, Sizes, command
 from vllm_nvmeof_bench.servers.client import Answer, Client, Hits
 from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS
 from vllm_nvmeof_bench.settings import check_names, check_positive, option

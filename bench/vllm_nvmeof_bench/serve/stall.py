@@ -34,8 +34,7 @@ import numpy as np
 
 from vllm_nvmeof_bench.reports.stall import ALONE, BACK, IN_GPU, Sample
 from vllm_nvmeof_bench.results import BenchError
-from vllm_nvmeof_bench.serve.arms import ServerSettings, Sizes, arms_option
-from vllm_nvmeof_bench.serve.fleet import Run, command
+from vllm_nvmeof_bench.serve.fleet import Run, ServerSettings, Sizes, arms_option, command
 from vllm_nvmeof_bench.servers.client import Answer, Client, Hits
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.model import ModelShape

@@ -22,7 +22,7 @@ from vllm_nvmeof_bench.reports.moving import (
     ratio_of_ttft,
     tokens_per_s,
 )
-from vllm_nvmeof_bench.serve.arms import server_spec
+from vllm_nvmeof_bench.serve.fleet import server_spec
 from vllm_nvmeof_bench.serve.moving import Settings, server_of
 
 from tests.unit.bench.made_up_server import MadeUpServer

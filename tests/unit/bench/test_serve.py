@@ -22,9 +22,16 @@ from vllm_nvmeof_bench.home import drop_logs
 from vllm_nvmeof_bench.reports import serve as report
 from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample, ratio_of_cpu
 from vllm_nvmeof_bench.results import BenchError, load
-from vllm_nvmeof_bench.serve import arms
-from vllm_nvmeof_bench.serve.arms import ARMS, BLOCK_TOKENS, Sizes, arms_of, offload_of, server_spec
-from vllm_nvmeof_bench.serve.fleet import Fleet
+from vllm_nvmeof_bench.serve import fleet
+from vllm_nvmeof_bench.serve.fleet import (
+    ARMS,
+    BLOCK_TOKENS,
+    Fleet,
+    Sizes,
+    arms_of,
+    offload_of,
+    server_spec,
+)
 from vllm_nvmeof_bench.serve.measure import HitSettings, TtftSettings, prompts_of
 from vllm_nvmeof_bench.servers import client as client_module
 from vllm_nvmeof_bench.servers import engine
@@ -381,7 +388,7 @@ PLACE = Path("place")
 
 
 def on(monkeypatch: pytest.MonkeyPatch, *, cpu: bool) -> Sizes:
-    for module in (arms, engine):
+    for module in (fleet, engine):
         monkeypatch.setattr(module, "has_cpu_engine", lambda: cpu)
     return TtftSettings(lengths=(1000,), server_args="--a 'b c'").sizes()
 
