@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from vllm_nvmeof_bench.servers.model import make_model
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
-from vllm_nvmeof_bench.servers.stranger import stranger
 
 from tests.e2e import servers as rig
 from tests.e2e.servers import (
@@ -28,6 +27,7 @@ from tests.e2e.servers import (
     whole_tokens,
     written,
 )
+from tests.e2e.stranger import stranger
 
 WRITTEN = "vllm:nvmeof_written_chunks_total"
 #: Of what A itself finds.
