@@ -121,9 +121,6 @@ COUNTERS = _table(
          "recomputed, or stored again when needed. attach counts engines whose files a rank could "
          "not open."),
 
-    _row("shared_hints", "hints", _one("direction", "sent", "received"),
-         "Hints between engines, each about a chunk that one engine read at least twice from the "
-         "other engine's pool. A received hint counts as a use of the chunk."),
     # -- reads through peers
     _row("peer_bytes", "bytes", _one("direction", "pulled", "served"),
          "Bytes of requested chunks that peers read for loads here (pulled) or that were read "

@@ -272,33 +272,7 @@ class DetachCommand(_Message):
     owner: int
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class HintCommand(_Message):
-    """Reports to other engines which of their chunks this engine reads repeatedly, as advice for
-    their eviction. A hint may be lost. No report follows, and only rank 0 acts on the command.
-
-    `places` is int64[n], from which the chunks were read, and `owners` is uint16[n], their owners.
-    `generations` is uint64[n]. `counts` is uint32[n], each chunk's reads since the last hint.
-    """
-
-    owners: npt.NDArray[np.uint16]
-    places: npt.NDArray[np.int64]
-    generations: npt.NDArray[np.uint64]
-    counts: npt.NDArray[np.uint32]
-
-    def __len__(self) -> int:
-        return len(self.places)
-
-
-Command = (
-    WriteCommand
-    | FetchCommand
-    | CancelCommand
-    | ResetCommand
-    | AttachCommand
-    | DetachCommand
-    | HintCommand
-)
+Command = WriteCommand | FetchCommand | CancelCommand | ResetCommand | AttachCommand | DetachCommand
 
 #: A value in `OpReport.codes`: the row, whose outcome was reported earlier, is now released.
 RELEASED = 6

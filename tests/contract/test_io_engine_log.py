@@ -14,7 +14,6 @@ import pytest
 from tests.logs import Kind, LogRecord, decode_page
 from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import OK
-from vllm_nvmeof_offload.io.base import HintRecord
 from vllm_nvmeof_offload.pool.format import FLAG_SINGLE_COPY, decode_table
 from vllm_nvmeof_offload.pool.log import RECORDS_PER_PAGE, LogHead
 from vllm_nvmeof_offload.pool.slab import Slab
@@ -145,20 +144,6 @@ def test_a_write_that_was_given_up_is_not_logged(make_rig: MakeRig) -> None:
     (record,) = await_records(rig.pool.directories[0], 1)
     assert record is not None
     assert record.slot == 6
-
-
-def test_hints_are_logged(make_rig: MakeRig) -> None:
-    rig = make_rig(targets=2, log_pages=PAGES)
-    rig.engine.hint(0, HintRecord(b"r" * 16, 8, 255, 1 << 63, 3))
-    rig.engine.hint(1, HintRecord(b"s" * 16, 9, 1, 7, 1))
-    for directory, wanted in zip(
-        rig.pool.directories,
-        ((b"r" * 16 + b"\3\0\0\0", 8, 1 << 63, 255), (b"s" * 16 + b"\1\0\0\0", 9, 7, 1)),
-        strict=True,
-    ):
-        (record,) = await_records(directory, 1)
-        assert record is not None and record.kind is Kind.HINT
-        assert (record.key, record.slot, record.generation, record.member) == wanted
 
 
 def test_a_key_that_is_too_long_is_logged_without_itself(make_rig: MakeRig) -> None:

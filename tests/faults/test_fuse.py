@@ -26,10 +26,8 @@ from vllm_nvmeof_offload.errors import (
     Scope,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import HintRecord
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import EVERY_MEMBER
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 from .fuse_mount import FaultyMount
@@ -460,8 +458,8 @@ def test_without_fallocate_the_slab_is_sparse(tmp_path: Path, faulty_mount: Faul
 
 
 def test_a_log_that_hangs_holds_up_nothing_else(faulty_mount: FaultyMount, tmp_path: Path) -> None:
-    """Hints and the exchange of a target come from the pipeline's thread. Table and log of a target
-    have one thread, so its writes end late."""
+    """The records of resets and the exchange of a target come from the pipeline's thread. Table and
+    log of a target have one thread, so its writes end late."""
     targets = faulty_mount.place / "t", tmp_path / "healthy"
     pages = 16
     pool_bytes = 2 * (SIX_SLOTS * (SLOT_BYTES + ENTRY_BYTES) + pages * PAGE_BYTES)
@@ -469,11 +467,11 @@ def test_a_log_that_hangs_holds_up_nothing_else(faulty_mount: FaultyMount, tmp_p
     pool = Pool.open(make_spec(*targets, **shape))
     bench = Bench("threads", pool)
     faulty_mount.rules({"op": "write", "path": "log", "do": "hang"})
-    record = HintRecord(bytes(16), 1, EVERY_MEMBER, 1, 1)
-    bench.engine.hint(0, record)
+    log_reset = bench.engine._core.log_reset
+    log_reset(0, 1)
     faulty_mount.wait_hanging(1)
     for _ in range(100):
-        bench.engine.hint(0, record)
+        log_reset(0, 1)
     bench.engine.replace_target(0)
     bench.store((slot, name(slot)) for slot in range(1, SIX_SLOTS, 2))  # on the other target
     late = bench.write(0, 1, name(0))

@@ -140,7 +140,6 @@ class Knobs:
     owner_damage: float = 0.0  # a slot is damaged, or a slab is cut short
     owner_lies: float = 0.0  # share of superblocks, records and rows that say something wrong
     owner_late: float = 0.0  # share of its writes that land later
-    owner_hints: float = 0.0  # what others say they borrow of our pool, a tick
     scans: float = 0.0  # share of ticks in which the follower scans an owner
     region_fails: float = 0.0  # share of reads that fail because of the region's files
     attach_fails: float = 0.0

@@ -7,10 +7,8 @@ from __future__ import annotations
 import os
 import random
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from vllm_nvmeof_offload.manager.ledger import Entry
 from vllm_nvmeof_offload.native import Foreign, ForeignReader, ForeignWriter, OwnerRecord
 from vllm_nvmeof_offload.protocol import owned_by
 
@@ -61,8 +59,6 @@ class SimFollower:
         #: Borrowed chunks that were given to our pool, in any life → the generation that our own
         #: next one had then.
         self.written = owners.written
-        #: Of its own, so that hints leave all other draws as they are.
-        self._hints = random.Random(0)
         #: By number, for those who open the files.
         self.owners: dict[int, Owner] = {}
         self.has_moved = False  # in the step that is being made
@@ -78,21 +74,6 @@ class SimFollower:
         if self._followed:
             owner = self._rng.choice(list(self._followed))
             self._scan(owner, self._followed[owner])
-
-    def hint(self, entries: Sequence[Entry]) -> None:
-        """Others say what they borrow of our pool, some of it too late, or wrong."""
-        rng = self._hints
-        if rng.random() >= self._knobs.owner_hints:
-            return
-        pooled = [entry for entry in entries if entry.place >= 0]
-        for entry in rng.sample(pooled, min(len(pooled), 4)):
-            place, generation = entry.place, entry.generation
-            if rng.random() < 0.3:
-                generation -= 1
-            elif rng.random() < 0.1:
-                place = rng.choice((-1, place + (1 << 20), owned_by(1, place)))
-            self._writer.put_hint(place, generation, rng.randint(1, 9))
-            self.counts["hints_from_others"] += 1
 
     def between(self) -> None:
         """The table may change between a look-up and the load that follows it."""

@@ -66,7 +66,6 @@ def with_owners(knobs: Knobs, seed: int, owners: int | None) -> Knobs:
         owner_damage=rate(0.05) if faulty else 0.0,
         owner_lies=rate(0.3) if faulty else 0.0,
         owner_late=rate(0.3),
-        owner_hints=random.Random(f"hints of {seed}").choice((0.0, 0.02, 0.1)),
         scans=rng.choice((0.02, 0.2, 0.8)),
         region_fails=rate(0.1) if faulty else 0.0,
         attach_fails=rate(0.5) if faulty else 0.0,

@@ -28,7 +28,6 @@ from vllm_nvmeof_offload.protocol import (
     Command,
     DetachCommand,
     FetchCommand,
-    HintCommand,
     LoadCommand,
     OpReport,
     Report,
@@ -772,8 +771,6 @@ _DISTRUSTED_S = 30.0
 _TRIALS_MIN, _TRIALS_MAX, _FAILED_SHARE = 64, 1024, 50
 #: A chunk that others gave up is written if so many requests have used it here.
 _USES_MIN = 2
-#: Hints that an owner is sent in a second, and that are taken at a time.
-_HINTS_PER_S, _HINTS_MAX = 64, 256
 
 
 class ForeignRules:
@@ -806,10 +803,6 @@ class ForeignRules:
         self._sure: Counter[int] = Counter()  # the same of this stay in the CPU tier, at least
         self._lost: set[int] = set()  # of these generations: nobody had them when they were used
         self._owed: set[int] = set()  # and they have to be written
-        self._borrows: Counter[tuple[int, int]] = Counter()  # (place, generation) → since a hint
-        self._borrowed_again: set[tuple[int, int]] = set()
-        self._hinted: dict[int, list[float]] = {}  # owner → when its hints left
-        self._hints_taken = 0
 
     # -- acceptance -------------------------------------------------------------------
 
@@ -825,8 +818,6 @@ class ForeignRules:
         self._floor = self._follower.version_asked
         self._refused.clear()
         self._owed.clear()
-        self._borrows.clear()
-        self._borrowed_again.clear()
 
     def looked_up(self, key: bytes, sources: int, source: Source | None, *, ours: bool) -> None:
         """A look-up has ended. ours: the index has an entry."""
@@ -916,9 +907,6 @@ class ForeignRules:
                     if owner_of(place) != OURS:
                         self._fetched(identity_of(command.batch, row), place)
                         self._borrowing(int(command.batch.generations[row]))
-            elif isinstance(command, HintCommand):
-                self._hint(command)
-        self._heeded()
         if self._due:
             raise Violation("20", f"loads of owners {list(self._due)} leave before their attach")
         self._follower.has_moved = False
@@ -965,10 +953,6 @@ class ForeignRules:
 
     def borrow_ended(self, place: int, generation: int, failure: Outcome | None) -> None:
         """Every rank has reported the row."""
-        if failure is None:
-            self._borrows[place, generation] += 1
-            if self._borrows[place, generation] > 1:
-                self._borrowed_again.add((place, generation))
         if failure == CANCELLED:
             return
         owner = owner_of(place)
@@ -1050,33 +1034,6 @@ class ForeignRules:
         for entry in entries:
             if entry.generation in self._owed:
                 raise Violation("21", f"{entry} was never written, and nobody else has it")
-
-    # -- hints ------------------------------------------------------------------------
-
-    def _hint(self, command: HintCommand) -> None:
-        columns = (command.places, command.generations, command.counts)
-        for place, generation, count in zip(*(one.tolist() for one in columns), strict=True):
-            owner, row = owner_of(place), (place, generation)
-            if row not in self._borrowed_again or not 0 < count <= self._borrows[row]:
-                raise Violation("21", f"{command}: {self._borrows[row]} borrows of {row}")
-            if owner not in self._attached:
-                raise Violation("21", f"{command}: no rank knows the owner of {row}")
-            self._borrows[row] = 0
-            times = self._hinted.setdefault(owner, [])
-            times.append(self._clock())
-            if len(times) > _HINTS_PER_S * (2 + times[-1] - times[0]):
-                raise Violation("21", f"{command}: {len(times)} hints since {times[0]}")
-        if command.owners.tolist() != owner_of(command.places).tolist():
-            raise Violation("21", f"{command}: its owners are others")
-
-    def _heeded(self) -> None:
-        """Of others' hints those count that name a chunk of ours by its place and generation."""
-        entries = self._core.entries()
-        ours = {entry.place: entry.generation for entry in entries if entry.place >= 0}
-        hints = self._follower.seen.take_hints(_HINTS_MAX)
-        self._hints_taken += sum(ours.get(place) == generation for place, generation, _ in hints)
-        if (taken := self._core.counters["shared_hints", "received"]) != self._hints_taken:
-            raise Violation("21", f"{taken} hints taken, {self._hints_taken} of {hints} are right")
 
     # -- entries ----------------------------------------------------------------------
 

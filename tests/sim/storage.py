@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.errors import (
     OutcomeKind,
     io_error,
 )
-from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, HintRecord, IoOp, Lanes, Room
+from vllm_nvmeof_offload.io.base import Completion, ForeignSlab, IoOp, Lanes, Room
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.protocol import (
     OURS,
@@ -244,9 +244,6 @@ class SimIo:
 
     def detach_region(self, owner: int, target: int) -> None:
         self.regions.pop((owner, target), None)
-
-    def hint(self, target: int, record: HintRecord) -> None:
-        """Hints change nothing but what others evict."""
 
     def fileno(self) -> int:
         return -1

@@ -232,7 +232,6 @@ class World:
         if self._owners is not None and self._follower is not None:
             self._owners.step()
             self._follower.step()
-            self._follower.hint(self.core.entries())
 
     def _ask(self) -> None:
         request = self.clients.ask(self.clock())

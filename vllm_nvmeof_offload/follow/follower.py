@@ -47,7 +47,6 @@ from vllm_nvmeof_offload.pool.format import (
     TABLE_FILE,
     Superblock,
     read_superblock,
-    region_uuid,
 )
 from vllm_nvmeof_offload.pool.lease import Takeover
 from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX
@@ -99,10 +98,6 @@ class Scope:
     keyspace: str
     engine_index: int
     ranks: int
-
-
-#: The uuid and target of each region of this engine.
-OurRegions = list[tuple[bytes, int]]
 
 
 class Source:
@@ -279,16 +274,15 @@ class _Region:
         """Update `is_held`: whether a process holds the region."""
         self.is_held = self._takeover.look(self.place).may_live
 
-    def follow(self, wanted: Wanted, ours: OurRegions, now_s: float) -> tuple[int, bool]:
+    def follow(self, wanted: Wanted, now_s: float) -> tuple[int, bool]:
         """Update the rows to match `wanted`. Returns their number, and whether they were restarted.
 
-        `ours` are the regions that a hint may name. Raises OSError as `Source.poll` does.
+        Raises OSError as `Source.poll` does.
         """
         takes_all = wanted.version == self._table.version_of_all
         if takes_all and self._begun is not None and self._begun.version != wanted.version:
             self.leave()  # entries that were left out now count too
         source = self._source_of(wanted.owner)
-        source.rows.set_ours(ours)
         begins = self._begun != wanted
         if begins:
             version_before = self._begun.version if self._begun is not None else 0
@@ -358,7 +352,6 @@ class TargetScan:
         self._discovered_s = float("-inf")
         self._examined = 0  # idle regions examined so far
         self._changes = -1
-        self._ours: OurRegions = []
         self._logged = ""
 
     def scan(self) -> float:
@@ -409,8 +402,6 @@ class TargetScan:
                 region.has_failed = True
             if error.errno not in _GONE:
                 return  # a target that fails is not searched, and its rows stay
-        if self._scope.engine_index in engines:
-            self._find_ours(self._space.place)
         for engine in engines - {self._scope.engine_index}:
             for rank in range(self._scope.ranks):
                 name = RegionName(engine, rank, self._target)
@@ -429,15 +420,6 @@ class TargetScan:
                 assert region.superblock is not None
                 self._owners.found(region.name, region.superblock, region.is_held)
 
-    def _find_ours(self, space: Path) -> None:
-        """Find the uuids of our first rank's regions. Our own server may not have created them
-        yet."""
-        with contextlib.suppress(OSError, PoolFormatError):
-            found = read_superblock(space / f"{_PREFIX}{self._scope.engine_index}" / "rank-0")
-            targets = range(len(self._scope.targets))
-            if found is not None:
-                self._ours = [(region_uuid(found.uuid, target), target) for target in targets]
-
     def _look_at(self, region: _Region, now_s: float) -> float:
         """Scan one region; return the CPU seconds if that was a first scan, else 0."""
         begun_s = time.thread_time()
@@ -449,7 +431,7 @@ class TargetScan:
             if wanted is None:
                 region.leave()
                 return 0.0
-            rows, begins = region.follow(wanted, self._ours, now_s)
+            rows, begins = region.follow(wanted, now_s)
         except (OSError, PoolFormatError) as error:
             self._fail(region, error)
             return 0.0

@@ -105,19 +105,6 @@ class ForeignSlab(NamedTuple):
         return SlotPlace(self.uuid, self.rank, slot)
 
 
-class HintRecord(NamedTuple):
-    """A record for our log: a chunk of another engine's region was read `times` times.
-
-    `region_uuid` is 16 bytes. `slot` and `member` are those of the chunk's place.
-    """
-
-    region_uuid: bytes
-    slot: int
-    member: int
-    generation: int
-    times: int
-
-
 class Room(NamedTuple):
     """The number of operations of each kind that an engine can take now. A RESET needs no room."""
 
@@ -181,9 +168,6 @@ class IoEngine(Protocol):
 
     def detach_region(self, owner: int, target: int) -> None:
         """Make later reads of the owner's slots on this target fail with EBADF."""
-
-    def hint(self, target: int, record: HintRecord) -> None:
-        """Append the record to our region's log on this target. Returns at once."""
 
     def fileno(self) -> int:
         """Return an eventfd that is readable while `poll` may have something to return."""
@@ -260,9 +244,6 @@ class NoIoEngine:
         return
 
     def detach_region(self, owner: int, target: int) -> None:
-        return
-
-    def hint(self, target: int, record: HintRecord) -> None:
         return
 
     def poll(self) -> list[Completion]:

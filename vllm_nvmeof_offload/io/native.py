@@ -28,7 +28,6 @@ from vllm_nvmeof_offload.io.base import (
     ALLOWED_CPUS,
     Completion,
     ForeignSlab,
-    HintRecord,
     IoEngine,
     IoOp,
     Lanes,
@@ -193,9 +192,6 @@ class NativeIoEngine:
 
     def replace_target(self, target: int) -> None:
         self._core.replace_target(target, *self._pool.files(target))
-
-    def hint(self, target: int, record: HintRecord) -> None:
-        self._core.log_hint(target, *record)
 
     def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
         self._core.attach(owner, target, *region)

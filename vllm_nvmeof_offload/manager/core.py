@@ -57,7 +57,6 @@ from vllm_nvmeof_offload.protocol import (
     Command,
     DetachCommand,
     FetchCommand,
-    HintCommand,
     LevelReport,
     LoadCommand,
     OpKind,
@@ -96,10 +95,7 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
     ("unwritten_chunks", "superseded"),
     "borrowed_chunks",
     ("unwritten_chunks", "shared"),
-    ("shared_hints", "received"),
 )
-#: The most hints from other engines that are applied in one step.
-_HINTS_MAX = 256
 #: Keys in `take_changes`: an eighth of those that wait, within these bounds. Splitting and pickling
 #: 32,768 keys takes 8 ms (AMD EPYC), and a start with ten million chunks is reported within 310
 #: steps.
@@ -387,24 +383,6 @@ class ManagerCore:
             op.owner = owner
             self._unsent.append(AttachCommand(op.number, owner, engine_index, pool_uuid))
 
-    def _hint(self) -> list[Command]:
-        """Report to other engines which of their chunks we read repeatedly."""
-        assert self._foreign is not None
-        hints = self._foreign.take_due_hints()
-        if not hints:
-            return []
-        self._counters["shared_hints", "sent"] += len(hints)
-        of, generations, counts = zip(*hints, strict=True)
-        places = np.array(of, np.int64)
-        return [
-            HintCommand(
-                owner_of(places).astype(np.uint16),
-                places,
-                np.array(generations, np.uint64),
-                np.array(counts, np.uint32),
-            )
-        ]
-
     def _attach_reported(self, op: Op, report: OpReport) -> None:
         assert self._foreign is not None
         op.ranks_left -= 1
@@ -427,7 +405,8 @@ class ManagerCore:
 
     def take_commands(self) -> list[Command]:
         """Return all commands to send to every rank with this step, in order."""
-        borrows = self._foreign is not None and self._foreign.is_used
+        foreign = self._foreign
+        borrows = foreign is not None and foreign.is_used
         if borrows:
             self._attach()
         commands = list(self._unsent)
@@ -445,13 +424,10 @@ class ManagerCore:
             self._holds.sent(op.number, fetches)
             urgency = Urgency.URGENT if reason is Reason.RELOAD else Urgency.PREFETCH
             commands.append(FetchCommand(op.number, columns_of(fetches), urgency))
-        if self._foreign is not None:
-            self._tiers.heed_hints(_HINTS_MAX)
-            if borrows:
-                commands += self._hint()
-                # The ranks close the regions of engines that no longer exist with the next step,
-                # because this step's loads may use the regions.
-                self._unsent += map(DetachCommand, self._foreign.take_detachments())
+        if foreign is not None and borrows:
+            # The ranks close the regions of engines that no longer exist with the next step,
+            # because this step's loads may use the regions.
+            self._unsent += map(DetachCommand, foreign.take_detachments())
         return commands
 
     def report(self, reports: Iterable[Report]) -> None:

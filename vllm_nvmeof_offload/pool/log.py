@@ -13,15 +13,14 @@ is rewritten as it fills up. A page's header, little endian::
 63 records of 64 bytes follow::
 
     0   u32 CRC-32C of (u64 sequence, u32 index, bytes 4..63)
-    4   u32 epoch                   21  u8  HINT: member of the place, 255: every
+    4   u32 epoch                   21  u8  zero
     8   u64 generation              22  u8  kind
     16  u32 slot in the region      23  u8  key length
     20  u8  flags, as in the table  24  40s offload key, zero padded
 
 PUT (1): the table entry of `slot` was written, and the slot's former entry is gone. A key longer
 than 40 bytes is omitted, and the reader must scan the table. RESET (3): the superblock that names
-`epoch` was written. HINT (4): a chunk of another region was read; slot and generation are the
-chunk's, and the key is that region's uuid (16s) and a count (u32). 2 is reserved.
+`epoch` was written. 2 and 4 are reserved.
 
 The engine writes the log (native/lanes/log.h).
 
@@ -56,7 +55,7 @@ _HEAD = struct.Struct("<IIQQI")
 _CRC = struct.Struct("<I")
 _POSITION = struct.Struct("<QI")
 _RECORD_BYTES = 64
-_KIND_AT, _KINDS = 22, (1, 3, 4)  # PUT, RESET, HINT
+_KIND_AT, _KINDS = 22, (1, 3)  # PUT, RESET
 _HEAD_BYTES = 64
 #: The number of pages read at a time.
 _PAGES_AT_ONCE = 256

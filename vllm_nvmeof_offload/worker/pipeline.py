@@ -44,7 +44,6 @@ from vllm_nvmeof_offload.protocol import (
     Command,
     DetachCommand,
     FetchCommand,
-    HintCommand,
     LevelReport,
     LoadCommand,
     OpKind,
@@ -242,9 +241,6 @@ class TransferPipeline:
                     self._regions.attach(command)
                 else:
                     self._regions.detach(command.owner)
-            case HintCommand():
-                if self._regions is not None and self._limits.rank == 0:
-                    self._regions.hint(command)
 
     def cancel(self, op: int, rows: npt.NDArray[np.uint32] | None = None) -> None:
         """Cancel `rows` of an op, or all rows if None. Their reports still follow.

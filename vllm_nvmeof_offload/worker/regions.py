@@ -30,15 +30,13 @@ from typing import NamedTuple, Protocol, TypeVar
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolFormatError
 from vllm_nvmeof_offload.follow.owners import OWNERS_MAX
-from vllm_nvmeof_offload.io.base import ForeignSlab, HintRecord, IoEngine
+from vllm_nvmeof_offload.io.base import ForeignSlab, IoEngine
 from vllm_nvmeof_offload.native import Machine
 from vllm_nvmeof_offload.pool.folder import Folder, open_private
 from vllm_nvmeof_offload.pool.format import SLAB_FILE, SlotPlace, Superblock, read_superblock
 from vllm_nvmeof_offload.pool.pool import Background, Pool
 from vllm_nvmeof_offload.protocol import (
     AttachCommand,
-    HintCommand,
-    member_of,
     owner_of,
     slot_of,
     target_of,
@@ -136,19 +134,6 @@ class Regions:
         elif found[0] in self._asked_s:
             self._asked_s[found[0]] = time.monotonic()
         return found
-
-    def hint(self, command: HintCommand) -> None:
-        """Record which chunks of other engines were read, in the log of our first usable target.
-        Records may be lost."""
-        if True not in self._usable:
-            return
-        target = self._usable.index(True)
-        columns = command.owners, command.places, command.generations, command.counts
-        for owner, place, generation, count in zip(*(c.tolist() for c in columns), strict=True):
-            region = self._used.get((owner, target_of(place)))
-            if region is not None:
-                slot = slot_of(place), member_of(place)
-                self._io.hint(target, HintRecord(region.uuid, *slot, generation, count))
 
     def target_changed(self, target: int, verdict: Verdict, attachment: int) -> None:
         if verdict is Verdict.GONE or attachment != self._attachments[target]:

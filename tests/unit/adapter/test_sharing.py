@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.manager.bench import TAG, hello
-from tests.unit.pool.kit import STORED
-from tests.unit.pool.kit import KEYSPACE, write_pool
+from tests.unit.pool.kit import KEYSPACE, STORED, write_pool
 from tests.wait import wait_until
 from vllm_nvmeof_offload.fabric.topology import TargetFabric, discover
 from vllm_nvmeof_offload.manager.handshake import agree

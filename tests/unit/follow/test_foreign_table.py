@@ -7,7 +7,6 @@ import contextlib
 import multiprocessing
 import os
 import random
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -98,61 +97,6 @@ def test_a_second_writer_finds_an_empty_table_with_the_owners_of_the_first(file:
     for number in range(20_000):  # through several growths
         second.put(key_of(number), place(2, number), number)
     assert all(reader.rows_of(key_of(n)) == [(place(2, n), n)] for n in range(20_000))
-
-
-# -- hints ----------------------------------------------------------------------------
-
-
-def test_hints_are_taken_once_and_in_their_order(file: int) -> None:
-    writer, reader = ForeignWriter(file, 10), ForeignReader(file)
-    assert reader.take_hints(256) == []
-    hints = [(place_of(1, n, n % 2), (1 << 64) - 1 - n, (1 << 32) - 1 - n) for n in range(300)]
-    for hint in hints:
-        writer.put_hint(*hint)
-    assert reader.take_hints(256) == hints[:256]
-    assert reader.take_hints(256) == hints[256:]
-    assert reader.take_hints(256) == []
-    assert (writer.rows, reader.owner(8191).state) == (0, 0), "nothing else was written"
-
-
-def test_hints_that_were_overwritten_are_left_out(file: int) -> None:
-    writer, reader = ForeignWriter(file, 10), ForeignReader(file)
-    for number in range(10_000):
-        writer.put_hint(number, number, 1)
-    assert [place for place, _, _ in reader.take_hints(9_999)] == list(range(5_904, 10_000))
-
-
-def test_a_second_writer_goes_on_with_the_hints_of_the_first(file: int) -> None:
-    first = ForeignWriter(file, 10)
-    reader = ForeignReader(file)
-    first.put_hint(1, 2, 3)
-    ForeignWriter(file, 10).put_hint(4, 5, 6)
-    assert reader.take_hints(9) == [(1, 2, 3), (4, 5, 6)]
-
-
-def _hint_all_the_time(fd: int) -> None:
-    """A hint's place is half its generation, and its count what the last bits of that say."""
-    writer = ForeignWriter(fd, 10)
-    os.write(fd_ready, b"x")
-    number = 0
-    while True:
-        number += 1
-        writer.put_hint(number, 2 * number, number & 0xFFFF)
-
-
-def test_hints_taken_beside_the_writer_are_whole_and_in_order(file: int) -> None:
-    with _child(_hint_all_the_time, file):
-        reader = ForeignReader(file)
-        last, taken, pause_s = 0, 0, 0.0001
-        while taken < 50_000 or last - taken < 10 * 4_096:  # the writer has lapped the reader
-            for place, generation, count in reader.take_hints(10_000):
-                assert (generation, count) == (2 * place, place & 0xFFFF)
-                assert place > last
-                last = place
-                taken += 1
-            if last - taken < 10 * 4_096:
-                pause_s *= 1.1
-            time.sleep(pause_s)
 
 
 # -- a reader beside the writer -------------------------------------------------------

@@ -19,17 +19,17 @@ import pytest
 
 from tests.logs import Log
 from tests.resets import reset
-from tests.unit.follow.kit import COMPLETE, DEAD, NONE, OURS, Following, row, stop_clock_of
+from tests.unit.follow.kit import COMPLETE, DEAD, NONE, Following, row, stop_clock_of
 from tests.unit.pool.kit import SLOT_BYTES, TAG, name, put
 from tests.wait import wait_until
 from vllm_nvmeof_offload.follow import follower
 from vllm_nvmeof_offload.follow.follower import RESCAN_S, SYNCED_S
 from vllm_nvmeof_offload.native import ForeignReader, ForeignRegion, ForeignWriter
-from vllm_nvmeof_offload.pool.format import Stamp, decode_table, region_uuid
+from vllm_nvmeof_offload.pool.format import Stamp, decode_table
 from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.log import RECORDS_PER_PAGE, LogFile
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import EVERY_MEMBER, SlotIdentity, place_of
+from vllm_nvmeof_offload.protocol import SlotIdentity
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 OpenEngine = Callable[..., Pool]
@@ -379,22 +379,6 @@ def test_of_many_regions_at_rest_only_some_are_examined_at_a_time(
     assert following.reader.rows == 3
     for owner in owners:
         owner.log.close()
-
-
-def test_hints_for_our_regions_come_to_the_engine(
-    following: Following, owner: Owner, engine: OpenEngine, tmp_path: Path
-) -> None:
-    ours = engine(OURS, tmp_path)
-    following.scan()
-    uuid = region_uuid(ours.superblocks[0].uuid, 0)
-    owner.log.hint(uuid, 7, 1 << 63, 3)
-    owner.log.hint(b"x" * 16, 8, 1, 1)  # a region of another engine
-    owner.log.hint(uuid, 9, 5, 1, member=2)
-    following.scan(0.1)
-    assert following.reader.take_hints(10) == [
-        (place_of(0, 7, EVERY_MEMBER), 1 << 63, 3),
-        (place_of(0, 9, 2), 5, 1),
-    ]
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -26,7 +26,6 @@ from vllm_nvmeof_offload.protocol import (
     Command,
     DetachCommand,
     FetchCommand,
-    HintCommand,
     ResetCommand,
     WriteCommand,
     owned_by,
@@ -408,7 +407,7 @@ def test_a_cancelled_borrow_is_no_failure_of_the_owner() -> None:
     assert bench.source(0) is Source.SHARED
 
 
-# -- writes and hints -----------------------------------------------------------------
+# -- writes ---------------------------------------------------------------------------
 
 
 def test_what_others_have_given_up_is_written_when_a_second_request_ends() -> None:
@@ -426,37 +425,6 @@ def test_what_others_have_given_up_is_written_when_a_second_request_ends() -> No
     assert owner_of(write.batch.places).tolist() == [0]
     bench.done(write.op)
     assert bench.core.counters["written_chunks"] == 1
-
-
-def test_owners_are_sent_hints_with_a_step_and_no_step_is_made_for_them() -> None:
-    bench = BorrowBench(land_cache_share=0.0)
-    for numbers in ((0, 8), (0, 8), (1,)):
-        bench.done(bench.load(*numbers).op)
-    *attaches, hint = bench.step()
-    assert len(attaches) == 2
-    assert isinstance(hint, HintCommand)
-    rows = zip(hint.owners, hint.places & 0xFFFFFFFF, hint.generations, hint.counts, strict=True)
-    assert sorted(tuple(map(int, row)) for row in rows) == [(1, 10, 1000, 2), (2, 18, 1008, 2)]
-    assert (len(hint), bench.core.counters["shared_hints", "sent"]) == (2, 2)
-    for attach in attaches:
-        assert isinstance(attach, AttachCommand)
-        bench.done(attach.op)
-    bench.done(bench.load(0).op)
-    assert not bench.core.has_pending_work()
-    assert [type(command) for command in bench.step()] == [HintCommand]
-    assert bench.step() == []
-
-
-def test_others_hints_are_taken_with_a_step() -> None:
-    bench = BorrowBench()
-    bench.in_both_tiers(100)
-    (place,) = [entry.place for entry in bench.core.entries()]
-    (generation,) = [entry.generation for entry in bench.core.entries()]
-    bench.others.writer.put_hint(place, generation, 3)
-    bench.others.writer.put_hint(place, generation + 1, 3)
-    assert bench.core.counters["shared_hints", "received"] == 0
-    assert bench.step() == []
-    assert bench.core.counters["shared_hints", "received"] == 1
 
 
 # -- requests that wait ---------------------------------------------------------------

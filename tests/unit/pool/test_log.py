@@ -42,13 +42,11 @@ PAGES = 4
 keys = st.binary(min_size=1, max_size=46)
 u32 = st.integers(0, (1 << 32) - 1)
 u64 = st.integers(0, (1 << 64) - 1)
-regions = st.binary(min_size=16, max_size=16)
 identities = st.builds(SlotIdentity, keys, u64)
 #: Method of `Log` and its arguments.
 puts = st.tuples(st.just("put"), st.tuples(u32, identities, u32))
 resets = st.tuples(st.just("reset"), st.tuples(u32))
-hints = st.tuples(st.just("hint"), st.tuples(regions, u32, u64, u32))
-records = st.one_of(puts, resets, hints)
+records = st.one_of(puts, resets)
 
 
 @pytest.fixture

@@ -269,13 +269,6 @@ class Model:
             return False
         return self.foreign.has_elsewhere(key, self._set_size(key))
 
-    def heed(self, generation: int) -> None:
-        """Others have borrowed the chunk of this generation from our pool."""
-        for chunk in self.chunks.values():
-            if chunk.generation == generation and chunk.place is not None:
-                self.uses += 1
-                self._pool_slot(chunk).used = self.uses
-
     # -- plans ------------------------------------------------------------------------
 
     def plan_store(

@@ -11,10 +11,8 @@ from vllm_nvmeof_offload.native import Batch, Tiers, Whereabouts
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
     RELEASED,
-    owned_by,
     owner_of,
     place_of,
-    slot_of,
 )
 
 TAG, OTHER_TAG = b"t" * 16, b"o" * 16
@@ -289,7 +287,7 @@ def test_a_borrowed_chunk_has_no_place_and_is_not_written() -> None:
     assert bench.tiers.entries() == [(2, 77, 0, -1, key(0))]
     bench.tiers.drain()
     assert (len(bench.tiers.take_writes()), bench.tiers.backlog) == (0, 0)
-    assert bench.tiers.take_counts()[-3:] == (1, 1, 0)
+    assert bench.tiers.take_counts()[-2:] == (1, 1)
 
 
 def test_another_load_waits_at_the_gate_of_a_borrow() -> None:
@@ -406,7 +404,7 @@ class DedupeBench(Bench):
 
     @property
     def deduped(self) -> int:
-        return self.tiers.take_counts()[-2]
+        return self.tiers.take_counts()[-1]
 
 
 @pytest.mark.parametrize("comes", ["borrow", "store"])
@@ -559,164 +557,6 @@ def test_the_failure_of_a_write_of_an_earlier_life_leaves_the_new_one() -> None:
     bench.report(again, OK)
     assert bench.source(0, FROM_CPU) == CPU
     assert (bench.tiers.pool_taken, bench.tiers.writes_pending) == (0, 0)
-
-
-# -- hints ----------------------------------------------------------------------------
-
-
-def hinted(bench: Bench) -> list[tuple[int, int]]:
-    """Slot and count of the hints that are due now."""
-    return [(slot_of(place), count) for place, _, count in bench.foreign.take_due_hints()]
-
-
-def stream(bench: Bench, *numbers: int) -> None:
-    """Borrow chunks that do not stay."""
-    bench.report(bench.load(*numbers, land_max=0), *[OK] * len(numbers))
-
-
-def test_owners_hear_of_what_is_borrowed_again() -> None:
-    bench = Bench()
-    place = bench.others.offer(key(0), 5, generation=77)
-    stream(bench, 0)
-    assert hinted(bench) == []
-    stream(bench, 0)
-    assert bench.foreign.take_due_hints() == [(place, 77, 2)]
-    assert hinted(bench) == []
-    stream(bench, 0)
-    stream(bench, 0)
-    assert hinted(bench) == [(5, 2)]
-    bench.report(bench.load(0, land_max=0), STALE)
-    assert hinted(bench) == [], "it was not read"
-
-
-def test_an_owner_is_sent_64_hints_a_second() -> None:
-    bench = Bench()
-    bench.others.owner(2)
-    for number in range(200):
-        bench.others.offer(key(number), number, owner=1 if number < 150 else 2)
-    for _ in range(2):
-        stream(bench, *range(200))
-    assert [slot for slot, _ in hinted(bench)] in (
-        [*range(64), *range(150, 200)],
-        [*range(150, 200), *range(64)],
-    )
-    bench.foreign.set_time(0.9)
-    assert hinted(bench) == []
-    stream(bench, *range(64, 150))
-    bench.foreign.set_time(1.0)
-    assert hinted(bench) == [(slot, 3) for slot in range(64, 128)]
-    bench.foreign.set_time(2.0)
-    assert hinted(bench) == [(slot, 3) for slot in range(128, 150)]
-    bench.foreign.set_time(9.0)
-    assert hinted(bench) == []
-
-
-def test_neighbouring_slots_with_neighbouring_generations_are_counted_apart() -> None:
-    bench = Bench()
-    for number in range(64):
-        bench.others.offer(key(number), number, generation=1000 + number)
-    for _ in range(2):
-        stream(bench, *range(64))
-    assert hinted(bench) == [(slot, 2) for slot in range(64)]
-
-
-@pytest.mark.parametrize("state", [NONE, DEAD, SCANNING])
-def test_owners_that_do_not_live_are_sent_no_hints(state: int) -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    stream(bench, 0)
-    stream(bench, 0)
-    bench.others.owner(1, state=state)
-    assert hinted(bench) == []
-    bench.others.owner(1)
-    assert hinted(bench) == [], "they were dropped"
-    stream(bench, 0)
-    assert hinted(bench) == [(5, 1)]
-
-
-def test_a_reset_forgets_what_was_borrowed() -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    stream(bench, 0)
-    stream(bench, 0)
-    bench.tiers.reset()
-    bench.others.owner(1, version=1)
-    assert hinted(bench) == []
-    stream(bench, 0)
-    assert hinted(bench) == [], "it is the first time"
-
-
-def test_rows_that_wait_for_their_hints_are_bounded() -> None:
-    bench = Bench()
-    for number in range(2_000):
-        bench.others.offer(key(number), number)
-    for _ in range(2):
-        for first in range(0, 2_000, 100):
-            stream(bench, *range(first, first + 100))
-    sent = 0
-    for second in range(40):
-        bench.foreign.set_time(float(second))
-        sent += len(hinted(bench))
-    assert sent == 1_024
-
-
-class PoolBench(Bench):
-    """Chunks 0 … 3 are in our pool, used in this order, and there is no room for another one."""
-
-    def __init__(self) -> None:
-        self.others = Others(TAG)
-        self.foreign = self.others.foreign
-        self.tiers = Tiers(1, [4], key_bytes=8, writes_max=1, foreign=self.foreign)
-        self.places = [place_of(0, number) for number in range(4)]
-        keys = b"".join(map(key, range(4)))
-        self.tiers.adopt(np.array(self.places), np.arange(50, 54, dtype=np.uint64), keys)
-
-    def evicted(self) -> int:
-        """The chunk that leaves the pool for another one."""
-        before = [number for number in range(4) if self.source(number) == POOL]
-        stored, *_ = self.tiers.plan_store([key(99)], None, 200)
-        self.report(stored, OK, kind=0)
-        self.tiers.drain()
-        (gone,) = [number for number in before if self.source(number) == MISS]
-        return gone
-
-    def heed(self, *hints: tuple[int, int]) -> int:
-        """Others' hints, places and generations, come. How many of them were taken."""
-        for place, generation in hints:
-            self.others.writer.put_hint(place, generation, 2)
-        self.tiers.heed_hints(256)
-        return self.tiers.take_counts()[-1]
-
-
-def test_what_others_borrow_is_evicted_later() -> None:
-    bench = PoolBench()
-    assert bench.evicted() == 0
-    bench = PoolBench()
-    assert bench.heed((bench.places[0], 50), (bench.places[1], 51)) == 2
-    assert bench.evicted() == 2
-
-
-def test_a_hint_on_what_is_not_there_any_more_is_left_out() -> None:
-    bench = PoolBench()
-    assert bench.heed((bench.places[0], 49), (bench.places[0], 51)) == 0
-    anything = (-1, place_of(0, 4), place_of(1, 0), place_of(0, 0, 0), owned_by(1, place_of(0, 0)))
-    assert bench.heed(*((place, 50) for place in anything)) == 0
-    assert bench.evicted() == 0
-
-
-def test_256_hints_are_taken_at_a_time() -> None:
-    bench = PoolBench()
-    assert bench.heed(*[(bench.places[0], 50)] * 300) == 256
-    assert bench.heed() == 44
-
-
-def test_a_hint_on_a_members_part_touches_that_part() -> None:
-    bench = PoolBench()
-    bench.tiers = Tiers(1, [2], key_bytes=8, ranks=2, set_sizes=[2], foreign=bench.foreign)
-    places = [place_of(0, 0, 1), place_of(0, 0, 0)]
-    bench.tiers.adopt(np.array(places), np.array([50, 51], np.uint64), key(0) + key(1))
-    assert bench.heed((places[0], 50), (places[1], 50), (place_of(0, 0), 50)) == 1
-    assert bench.heed((place_of(0, 0, 2), 50), (place_of(0, 1, 0), 51)) == 0
 
 
 # -- remembered answers ---------------------------------------------------------------

@@ -224,21 +224,6 @@ class Pair:
             self.native.touch(keys, ended=True)
             self.model.touch(keys, ended=True)
 
-    def hint(self, rng: random.Random) -> None:
-        """Others have borrowed some chunks, of which the pool may have given up some."""
-        assert self.others is not None
-        generations = []
-        for _, generation, _, place, _ in self.native.entries():
-            if place >= 0 and rng.random() < 0.3:
-                wrong = rng.choice((0, 0, 0, 1))
-                self.others.writer.put_hint(place, generation + wrong, 1)
-                generations.append(generation + wrong)
-        for place in (-1, place_of(0, 99), place_of(1, 0), place_of(0, 0, 7), owned_by(1, 0)):
-            self.others.writer.put_hint(place, 1, 1)
-        self.native.heed_hints(256)
-        for generation in generations:
-            self.model.heed(generation)
-
     def fetch(self, rng: random.Random) -> None:
         pooled = [key for key in KEYS if self.model.lookup(key) > 1]
         if not pooled:
@@ -375,7 +360,7 @@ CALL_NAMES = (
 )
 #: What other engines do.
 OTHERS = ("offer", "withdraw", "change", "wait")
-USES = ("load", "fetch", "end", "hint")
+USES = ("load", "fetch", "end")
 CALLS = st.tuples(st.sampled_from(CALL_NAMES), st.integers(0, 1 << 32))
 SHARED_CALLS = st.tuples(
     st.sampled_from((*CALL_NAMES, *OTHERS, *USES, "offer", "change")),
@@ -453,7 +438,7 @@ def test_long_lives_with_members_end_alike() -> None:
 
 
 def test_long_lives_beside_other_engines_end_alike() -> None:
-    borrowed = deduped = hinted = wanted_later = 0
+    borrowed = deduped = wanted_later = 0
     names = (
         *(*NAMES, *OTHERS, *USES, *USES[:2], "load", "load", "write"),
         *("offer", "offer", "offer", "offer", "change", "report", "report", "report", "report"),
@@ -465,11 +450,11 @@ def test_long_lives_beside_other_engines_end_alike() -> None:
         pair = Pair(rng.randint(1, 8), rng.randint(1, 10), set_sizes, 4, shares=True)
         for _ in range(200):
             pair.play(rng.choice(names), rng.randrange(1 << 32))
-        *_, by_loads, not_written, hints = pair.native.take_counts()
+        *_, by_loads, not_written = pair.native.take_counts()
         assert not_written == pair.model.deduped
-        borrowed, deduped, hinted = borrowed + by_loads, deduped + not_written, hinted + hints
+        borrowed, deduped = borrowed + by_loads, deduped + not_written
         wanted_later += pair.model.wanted_later
-    assert min(borrowed / 3, deduped, hinted) > 80, "otherwise little of it was played"
+    assert min(borrowed / 3, deduped) > 80, "otherwise little of it was played"
     assert wanted_later > 15, "others had given up what was used here"
 
 

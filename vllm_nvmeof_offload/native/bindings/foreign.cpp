@@ -38,13 +38,6 @@ std::array<uint8_t, kTagBytes> tag_of(const nb::bytes& bytes) {
   return bytes.size() ? exactly<kTagBytes>(bytes) : std::array<uint8_t, kTagBytes>{};
 }
 
-std::vector<std::tuple<Place, uint64_t, uint32_t>> tuples_of(const std::vector<Hint>& hints) {
-  std::vector<std::tuple<Place, uint64_t, uint32_t>> tuples;
-  for (const auto& [place, generation, count] : hints)
-    tuples.emplace_back(place, generation, count);
-  return tuples;
-}
-
 void bind_owner(nb::module_& m) {
   nb::class_<OwnerRecord>(m, "OwnerRecord")
       .def(
@@ -92,13 +85,6 @@ void bind_writer(nb::module_& m) {
             return writer.remove(fingerprint_of(view_of(key)), {place, generation});
           },
           "key"_a, "place"_a, "generation"_a)
-      .def(
-          "put_hint",
-          [](ForeignWriter& writer, Place place, uint64_t generation, uint32_t count) {
-            const auto lock = writer.lock();
-            writer.put_hint({place, generation, count});
-          },
-          "place"_a, "generation"_a, "count"_a, Unlocked())
       .def("log_overran", &ForeignWriter::log_overran)
       .def("scanned", &ForeignWriter::scanned, "now_ns"_a)
       .def_prop_ro("version_asked", &ForeignWriter::version_asked)
@@ -137,14 +123,6 @@ void bind_region(nb::module_& m) {
             return found;
           },
           "logs"_a)
-      .def(
-          "set_ours",
-          [](ForeignRegion& region, const std::vector<std::tuple<nb::bytes, uint32_t>>& ours) {
-            std::vector<ForeignRegion::Ours> all;
-            for (const auto& [uuid, target] : ours) all.push_back({exactly<16>(uuid), target});
-            region.set_ours(std::move(all));
-          },
-          "ours"_a)
       .def("ripen", &ForeignRegion::ripen, "table"_a, "now_ns"_a, Unlocked())
       .def_prop_ro("rows", &ForeignRegion::rows);
 }
@@ -169,7 +147,6 @@ void bind_acceptance(nb::module_& m) {
              return taken;
            })
       .def("take_detachments", &Foreign::take_detachments)
-      .def("take_due_hints", [](Foreign& foreign) { return tuples_of(foreign.take_due_hints()); })
       .def("attach_failed", &Foreign::attach_failed, "owner"_a)
       .def("detach", &Foreign::detach, "owner"_a);
 }
@@ -198,10 +175,6 @@ void bind_foreign(nb::module_& m) {
             return reader.ask_anew(from_now ? Since::NOW : Since::EVER);
           },
           "from_now"_a = true)
-      .def(
-          "take_hints",
-          [](ForeignReader& reader, size_t max) { return tuples_of(reader.take_hints(max)); },
-          "limit"_a)
       .def_prop_ro("rows", &ForeignReader::rows)
       .def_prop_ro("log_overruns", &ForeignReader::log_overruns)
       .def_prop_ro("scanned_ns", &ForeignReader::scanned_ns);

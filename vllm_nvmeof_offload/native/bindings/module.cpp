@@ -219,11 +219,6 @@ LogRecord reset_record(uint32_t epoch) {
   return record;
 }
 
-LogRecord hint_of(const nb::bytes& region_uuid, uint32_t slot, uint8_t member, uint64_t generation,
-                  uint32_t count) {
-  return hint_record(sixteen(region_uuid), slot, member, generation, count);
-}
-
 nb::bytes encode_entry_of(uint64_t slot, const nb::bytes& key, uint64_t generation, uint32_t epoch,
                           bool single_copy) {
   const auto entry = encode_entry(slot, identity_of(key, generation), epoch, single_copy);
@@ -348,11 +343,6 @@ void bind_engine(nb::module_& m) {
            })
       .def("log_reset", [](Engine& engine, size_t target,
                            uint32_t epoch) { engine.note(target, reset_record(epoch)); })
-      .def("log_hint",
-           [](Engine& engine, size_t target, const nb::bytes& region_uuid, uint32_t slot,
-              uint8_t member, uint64_t generation, uint32_t count) {
-             engine.note(target, hint_of(region_uuid, slot, member, generation, count));
-           })
       .def("attach",
            [](Engine& engine, uint16_t owner, size_t target, int slab_fd, const nb::bytes& uuid,
               uint16_t rank) { engine.attach(owner, target, {slab_fd, {sixteen(uuid), rank}}); })
@@ -384,10 +374,6 @@ NB_MODULE(_native, m) {
       .def("__init__", &make_log)
       .def("put", &log_put)
       .def("reset", [](LogWriter& log, uint32_t epoch) { log.add(reset_record(epoch)); })
-      .def("hint",
-           [](LogWriter& log, const nb::bytes& region_uuid, uint32_t slot, uint8_t member,
-              uint64_t generation,
-              uint32_t count) { log.add(hint_of(region_uuid, slot, member, generation, count)); })
       .def("replace", [](LogWriter& log, int fd) { log.replace(copy_of_fd(fd)); })
       .def("flush", &LogWriter::flush);
 

@@ -429,7 +429,6 @@ void bind_calls(nb::class_<Tiers>& type) {
              return tiers.counts != Counts{};
            })
       .def("take_writes", &Tiers::take_writes)
-      .def("heed_hints", &Tiers::heed_hints)
       .def("report", &report, "kind"_a, "batch"_a, "indexes"_a = nb::none(), "codes"_a = nb::none(),
            "errors"_a = nb::none(), "released"_a = nb::none(), "crcs"_a = nb::none(), "rank"_a = 0)
       .def("report_whole", &report_whole)
@@ -461,7 +460,7 @@ void bind_state(nb::class_<Tiers>& type) {
              const Counts counts = std::exchange(tiers.counts, {});
              return std::tuple(counts.cache_evictions, counts.pool_evictions, counts.refused_writes,
                                counts.written, counts.retired, counts.superseded, counts.borrowed,
-                               counts.deduped, counts.hints_taken);
+                               counts.deduped);
            })
       .def("cache_users",
            [](const Tiers& tiers, Slot slot) {

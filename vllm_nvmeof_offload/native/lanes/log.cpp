@@ -57,8 +57,7 @@ uint32_t crc_of(const std::byte* at, uint64_t sequence, uint32_t index) {
 
 bool is_known(uint8_t kind) {
   return kind == static_cast<uint8_t>(LogKind::PUT) ||
-         kind == static_cast<uint8_t>(LogKind::RESET) ||
-         kind == static_cast<uint8_t>(LogKind::HINT);
+         kind == static_cast<uint8_t>(LogKind::RESET);
 }
 
 bool is_direct(int fd) { return fd >= 0 && (fcntl(fd, F_GETFL) & O_DIRECT) != 0; }
@@ -111,19 +110,6 @@ bool decode_head(const std::byte* page, LogHead& head) {
     return false;
   head = {raw.records, raw.sequence, raw.lease_generation, raw.epoch};
   return true;
-}
-
-LogRecord hint_record(const std::array<uint8_t, 16>& region_uuid, uint32_t slot, uint8_t member,
-                      uint64_t generation, uint32_t count) {
-  LogRecord record;
-  record.kind = LogKind::HINT;
-  record.slot = slot;
-  record.member = member;
-  record.generation = generation;
-  std::memcpy(record.key.data(), region_uuid.data(), region_uuid.size());
-  std::memcpy(record.key.data() + region_uuid.size(), &count, sizeof count);
-  record.key_bytes = static_cast<uint8_t>(region_uuid.size() + sizeof count);
-  return record;
 }
 
 int copy_of_fd(int fd) { return fd < 0 ? -1 : fcntl(fd, F_DUPFD_CLOEXEC, 0); }

@@ -23,7 +23,7 @@ inline constexpr size_t kLogRecordBytes = 64;
 inline constexpr uint32_t kLogRecords = 63;  // per page
 inline constexpr size_t kLogKeyBytesMax = 40;
 
-enum class LogKind : uint8_t { PUT = 1, RESET = 3, HINT = 4 };
+enum class LogKind : uint8_t { PUT = 1, RESET = 3 };
 
 // A record. On disk, the CRC precedes these fields, which are in the same order.
 struct LogRecord {
@@ -53,10 +53,6 @@ bool decode_record(const std::byte* at, uint64_t sequence, uint32_t index, LogRe
 void encode_head(std::byte* page, const LogHead& head);
 // Decode the head of a page. Returns false if it is damaged.
 bool decode_head(const std::byte* page, LogHead& head);
-
-// Return a record that reports `count` reads of a chunk in another engine's region.
-LogRecord hint_record(const std::array<uint8_t, 16>& region_uuid, uint32_t slot, uint8_t member,
-                      uint64_t generation, uint32_t count);
 
 // The position where writing starts. pages: 0 if there is no log. next: the first page's sequence.
 struct LogStart {

@@ -16,8 +16,6 @@ namespace {
 constexpr unsigned kRetriesMax = 64;
 // The number of operations that count as a burst if they complete together.
 constexpr size_t kBurst = 4;
-// Hints are dropped while this many log records wait for a target.
-constexpr size_t kNotesMax = 4096;
 // A thread that holds writes back must poll, because nothing wakes it when the permit is renewed.
 constexpr std::chrono::milliseconds kPermitPoll{5};
 
@@ -135,7 +133,6 @@ void TargetRing::detach(uint16_t owner) {
 
 void TargetRing::note(const LogRecord& record) {
   std::lock_guard lock(mutex_);
-  if (record.kind == LogKind::HINT && notes_.size() >= kNotesMax) return;  // the target hangs
   notes_.push_back(record);
   table_work_.notify_one();
 }

@@ -17,9 +17,6 @@ constexpr size_t kRefusedMax = 4096;
 // After at least kTrialsMin reads, at most one in kFailedShare may fail. The counts are halved at
 // kTrialsMax, so that old successes do not outweigh new failures.
 constexpr uint32_t kTrialsMin = 64, kTrialsMax = 1024, kFailedShare = 50;
-// Bounds per engine: hints per second, and rows that wait for a hint.
-constexpr uint32_t kHintsPerSecond = 64;
-constexpr size_t kDueMax = 1024;
 
 // Return whether the directory and its state are the same. The number of rows is not compared.
 bool is_same(const OwnerRecord& one, const OwnerRecord& other) {
@@ -64,8 +61,6 @@ void Foreign::reset() {
   floor_ = ask_anew(std::exchange(since_, Since::NOW));
   refused_.clear();
   refusals_.clear();
-  borrowed_.clear();
-  due_.clear();
 }
 
 void Foreign::refuse(const ForeignRow& row) {
@@ -86,7 +81,6 @@ bool Foreign::is_refused(const ForeignRow& row) const {
 }
 
 void Foreign::ended(const ForeignRow& row, bool ok) {
-  if (ok) count(row);
   const uint32_t number = owner_of(row.place);
   Trial& trial = trials_[number];
   ++trial.ended;
@@ -97,41 +91,6 @@ void Foreign::ended(const ForeignRow& row, bool ok) {
   } else if (trial.ended >= kTrialsMax) {
     trial = {trial.ended / 2, trial.failed / 2};
   }
-}
-
-void Foreign::count(const ForeignRow& row) {
-  if (borrowed_.empty()) borrowed_.resize(size_t{1} << kBorrowedBits);
-  Borrowed& one = borrowed(row);
-  if (one.row != row) one = {row};
-  one.again |= ++one.times > 1;
-  if (!one.again || one.due) return;
-  std::deque<ForeignRow>& rows = due_[owner_of(row.place)].rows;
-  if (rows.size() == kDueMax) return;
-  rows.push_back(row);
-  one.due = true;
-}
-
-std::vector<Hint> Foreign::take_due_hints() {
-  std::vector<Hint> hints;
-  const double now = due_.empty() ? 0 : now_s();
-  for (auto at = due_.begin(); at != due_.end();) {
-    auto& [number, due] = *at;
-    const bool listens = lives(number) && accepts(number) && attached_.contains(number);
-    if (now - due.since_s >= 1) due.sent = 0;
-    if (due.sent == 0) due.since_s = now;
-    while (!due.rows.empty() && (due.sent < kHintsPerSecond || !listens)) {
-      Borrowed& one = borrowed(due.rows.front());
-      if (one.row == due.rows.front() && one.due) {
-        if (listens) hints.push_back({one.row.place, one.row.generation, one.times});
-        due.sent += listens;
-        one.times = 0;
-        one.due = false;
-      }
-      due.rows.pop_front();
-    }
-    at = due.rows.empty() && due.sent == 0 ? due_.erase(at) : std::next(at);
-  }
-  return hints;
 }
 
 void Foreign::use(uint32_t number) {

@@ -47,12 +47,6 @@ class Foreign : public ForeignReader {
   // Return whether a process holds the engine's directory, and thus manages its chunks.
   bool lives(uint32_t number) const { return owner(number).state == OwnerState::COMPLETE; }
 
-  // -- hints ------------------------------------------------------------------------
-  // Return hints for live engines about their chunks that were read here at least twice: the place
-  // with its owner, and the number of reads since the last hint. Each engine gets at most 64 hints
-  // per second on average. A chunk is forgotten if too many others are read in between.
-  std::vector<Hint> take_due_hints();
-
   // -- attachments ------------------------------------------------------------------
   // Record that a command will name places of this engine, which has just been accepted.
   void use(uint32_t number);
@@ -76,17 +70,6 @@ class Foreign : public ForeignReader {
   struct Trial {
     uint32_t ended = 0, failed = 0;
   };
-  struct Borrowed {
-    ForeignRow row;
-    uint32_t times = 0;  // since the last hint
-    bool again = false;  // whether it was read at least twice
-    bool due = false;    // whether it is in its engine's `Due`
-  };
-  struct Due {
-    std::deque<ForeignRow> rows;
-    uint32_t sent = 0;  // hints sent in the second that began at `since_s`
-    double since_s = 0;
-  };
   struct HashRow {
     size_t operator()(const ForeignRow& row) const {
       // Neighbouring slots often have neighbouring generations, so a sum would collide.
@@ -97,11 +80,6 @@ class Foreign : public ForeignReader {
 
   double now_s() const;
   bool is_refused(const ForeignRow& row) const;
-  void count(const ForeignRow& row);
-  // Return the cell in which to count this row; it may still contain another row.
-  Borrowed& borrowed(const ForeignRow& row) {
-    return borrowed_[HashRow()(row) >> (64 - kBorrowedBits)];
-  }
 
   std::optional<double> set_now_s_;
   std::array<uint8_t, kTagBytes> tag_{};
@@ -113,10 +91,6 @@ class Foreign : public ForeignReader {
   std::unordered_map<uint32_t, Trial> trials_;
   std::unordered_map<uint32_t, OwnerRecord> attached_;  // the records at their first use
   std::vector<uint32_t> unsent_;                        // engines not sent to workers yet
-  // By hash; a row may displace another one. Empty until the first read.
-  static constexpr int kBorrowedBits = 17;
-  std::vector<Borrowed> borrowed_;
-  std::unordered_map<uint32_t, Due> due_;  // by owner
 };
 
 }  // namespace nvmeof

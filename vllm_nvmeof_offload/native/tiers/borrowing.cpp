@@ -121,29 +121,4 @@ void Tiers::want_if_lost(Row row) {
   settle(row);
 }
 
-// Return the entry whose chunk is at `place`, or kNoRow. Other engines' hints may name any place.
-Row Tiers::pooled_at(Place place) const {
-  if (place < 0 || is_foreign(place) || target_of(place) >= targets.size()) return kNoRow;
-  const Slots& slots = target(place).slots;
-  const uint32_t member = member_of(place), number = slot_of(place);
-  if (number >= slots.capacity()) return kNoRow;
-  if (member != kEveryMember && member >= slots.parts.set_size(number)) return kNoRow;
-  const SlotRecord& record = slots[target(place).slot(place)];
-  const Row row = record.kind == SlotRecord::TAKEN ? record.row : kNoRow;
-  return row != kNoRow && index[row].place == place ? row : kNoRow;
-}
-
-void Tiers::heed_hints(size_t max) {
-  for (const Hint& hint : options_.foreign->take_hints(max)) {
-    const Row row = pooled_at(hint.place);
-    if (row == kNoRow) continue;
-    const bool same = index[row].generation == hint.generation;
-    if (!same && !mutant("a_hint_with_an_old_generation_touches")) continue;
-    Target& one = target(hint.place);
-    one.recency.use(one[hint.place], ++uses_, false);
-    one.order->touch(one.slot(hint.place));
-    ++counts.hints_taken;
-  }
-}
-
 }  // namespace nvmeof

@@ -188,15 +188,14 @@ int ForeignRegion::take_page(ForeignWriter& table, const std::byte* page, int64_
   if (head.records <= log_index_) return 0;
   changed_.clear();
   const auto lock = table.lock();
-  const int why = read_records(table, page, head.records, now_ns);
+  const int why = read_records(page, head.records, now_ns);
   take_changed(table, kLogged);
   return why;
 }
 
 // Read the page's records from `log_index_` on. PUTs go into `changed_`, and the caller then
 // applies them together: one at a time, each would wait for memory.
-int ForeignRegion::read_records(ForeignWriter& table, const std::byte* page, uint32_t records,
-                                int64_t now_ns) {
+int ForeignRegion::read_records(const std::byte* page, uint32_t records, int64_t now_ns) {
   while (log_index_ < records) {
     const std::byte* const at = page + kLogHeadBytes + log_index_ * kLogRecordBytes;
     LogRecord record;
@@ -204,16 +203,12 @@ int ForeignRegion::read_records(ForeignWriter& table, const std::byte* page, uin
       return ++log_reads_ < kLogReadsMax ? 0 : kOverrun;
     log_reads_ = 0;
     ++log_index_;
-    if (const int why = read_record(table, record, now_ns)) return why;
+    if (const int why = read_record(record, now_ns)) return why;
   }
   return 0;
 }
 
-int ForeignRegion::read_record(ForeignWriter& table, const LogRecord& record, int64_t now_ns) {
-  if (record.kind == LogKind::HINT) {
-    take_hint(table, record);
-    return 0;
-  }
+int ForeignRegion::read_record(const LogRecord& record, int64_t now_ns) {
   if (record.kind == LogKind::RESET) return record.epoch == epoch_ ? 0 : kReset;
   // A key that is too long for the record is only in the table.
   if (record.key_bytes > kLogKeyBytesMax || record.slot >= heads_.size()) return kOverrun;
@@ -230,15 +225,6 @@ int ForeignRegion::read_record(ForeignWriter& table, const LogRecord& record, in
   __builtin_prefetch(&marks_[record.slot]);
   changed_.push_back(decode(entry.data(), record.slot, now_ns));
   return 0;
-}
-
-void ForeignRegion::take_hint(ForeignWriter& table, const LogRecord& record) {
-  for (const Ours& one : ours_) {
-    if (std::memcmp(one.uuid.data(), record.key.data(), one.uuid.size()) != 0) continue;
-    uint32_t count;
-    std::memcpy(&count, record.key.data() + one.uuid.size(), sizeof count);
-    table.put_hint({place_of(one.target, record.slot, record.member), record.generation, count});
-  }
 }
 
 void ForeignRegion::compare(ForeignWriter& table, uint64_t first, size_t count, int64_t now_ns,

@@ -53,12 +53,6 @@ class ForeignRegion {
   // Return whether `follow_log` may find something or the file was removed. This costs much less
   // than `follow_log`, but works only on a file that is open without O_DIRECT.
   bool may_have_news(int fd) const;
-  // The uuid and target of one of our regions. Hints for it in the log are put into the table.
-  struct Ours {
-    std::array<uint8_t, 16> uuid;
-    uint32_t target;
-  };
-  void set_ours(std::vector<Ours> ours) { ours_ = std::move(ours); }
   // Offer entries that are old enough now. A scan does this at its end.
   void ripen(ForeignWriter& table, int64_t now_ns);
   // Return the number of chunks offered.
@@ -85,9 +79,8 @@ class ForeignRegion {
 
   Seen decode(const std::byte* entry, uint64_t slot, int64_t now_ns) const;
   int take_page(ForeignWriter& table, const std::byte* page, int64_t now_ns);
-  int read_records(ForeignWriter& table, const std::byte* page, uint32_t records, int64_t now_ns);
-  int read_record(ForeignWriter& table, const LogRecord& record, int64_t now_ns);
-  void take_hint(ForeignWriter& table, const LogRecord& record);
+  int read_records(const std::byte* page, uint32_t records, int64_t now_ns);
+  int read_record(const LogRecord& record, int64_t now_ns);
   void compare(ForeignWriter& table, uint64_t first, size_t count, int64_t now_ns,
                bool log_is_ahead);
   // mark: the mark for the changed entries, kLogged or 0.
@@ -107,7 +100,6 @@ class ForeignRegion {
   HugeColumn<Head> heads_;
   HugeColumn<uint64_t> fingerprints_;
   std::vector<uint8_t> marks_;
-  std::vector<Ours> ours_;
   uint32_t log_pages_ = 0;
   uint64_t log_sequence_ = 0;  // the sequence of the page that is read next
   uint32_t log_index_ = 0;     // the index of the next record in that page

@@ -20,19 +20,13 @@ namespace {
 constexpr uint64_t kMagic = 0x31454c4241544e56;
 constexpr size_t kPage = 4096;
 constexpr size_t kOwnersAt = kPage, kOwnerBytes = 64, kAreasAt = size_t{1} << 20;
-constexpr size_t kHintsWrittenAt = size_t{768} << 10, kHintsAt = kHintsWrittenAt + kPage;
-constexpr size_t kHintBytes = 32;
-static_assert(kOwnersAt + (kOwnersMax + 1) * kOwnerBytes <= kHintsWrittenAt);
-static_assert(kHintsAt + kHintsKept * kHintBytes <= kAreasAt);
+static_assert(kOwnersAt + (kOwnersMax + 1) * kOwnerBytes <= kAreasAt);
 // The size of the mapping; memory is used only as the file grows.
 constexpr size_t kMappedBytes = size_t{1} << 36;
 constexpr unsigned kLog2Min = 12;
 
 // The indexes of an owner's words; the first word is odd while the others change.
 constexpr size_t kVersion = 1, kTag = 2, kUuid = 4, kIndexAndState = 6, kOwnerRows = 7;
-// The indexes of a hint's words.
-constexpr size_t kHintPlace = 0, kHintGeneration = 1, kHintCount = 2, kHintSequence = 3;
-
 [[noreturn]] void fail(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);
 }
@@ -107,12 +101,6 @@ OwnerRecord ForeignTable::owner(uint32_t number) const {
   return record;
 }
 
-std::atomic_ref<uint64_t> ForeignTable::hints_written() const { return word(kHintsWrittenAt); }
-
-uint64_t* ForeignTable::hint_words(uint64_t number) const {
-  return reinterpret_cast<uint64_t*>(memory_ + kHintsAt + number % kHintsKept * kHintBytes);
-}
-
 ForeignTable::Area ForeignTable::area() const {
   const uint64_t name = word(kAreaAt).load(std::memory_order_acquire);
   return {reinterpret_cast<Bucket*>(memory_ + (name >> 8) * kPage),
@@ -130,24 +118,6 @@ uint64_t ForeignReader::ask_anew(Since since) {
   if (since == Since::EVER) word(kOfAllAt).store(version, std::memory_order_relaxed);
   word(kAskedAt).store(version, std::memory_order_release);
   return version;
-}
-
-std::vector<Hint> ForeignReader::take_hints(size_t max) {
-  const uint64_t end = hints_written().load(std::memory_order_acquire);
-  std::vector<Hint> hints;
-  if (end - hints_taken_ > kHintsKept) hints_taken_ = end - kHintsKept;
-  while (hints_taken_ != end && hints.size() < max) {
-    uint64_t* const words = hint_words(hints_taken_++);
-    const auto sequence = shared(words[kHintSequence]);
-    if (sequence.load(std::memory_order_acquire) != hints_taken_) continue;  // overwritten
-    const Hint hint{
-        static_cast<Place>(shared(words[kHintPlace]).load(std::memory_order_relaxed)),
-        shared(words[kHintGeneration]).load(std::memory_order_relaxed),
-        static_cast<uint32_t>(shared(words[kHintCount]).load(std::memory_order_relaxed))};
-    std::atomic_thread_fence(std::memory_order_acquire);
-    if (sequence.load(std::memory_order_relaxed) == hints_taken_) hints.push_back(hint);
-  }
-  return hints;
 }
 
 ForeignWriter::ForeignWriter(int fd, size_t rows) : ForeignTable(fd, true), end_(kAreasAt) {
@@ -257,19 +227,6 @@ bool ForeignWriter::remove(uint64_t wanted, ForeignRow row) {
   shared(now.buckets[hole].fingerprint).store(0, std::memory_order_release);
   word(kRowsAt).store(rows() - 1, std::memory_order_relaxed);
   return true;
-}
-
-void ForeignWriter::put_hint(const Hint& hint) {
-  const uint64_t number = hints_written().load(std::memory_order_relaxed);
-  uint64_t* const words = hint_words(number);
-  const auto sequence = shared(words[kHintSequence]);
-  sequence.store(0, std::memory_order_relaxed);
-  std::atomic_thread_fence(std::memory_order_release);
-  shared(words[kHintPlace]).store(static_cast<uint64_t>(hint.place), std::memory_order_relaxed);
-  shared(words[kHintGeneration]).store(hint.generation, std::memory_order_relaxed);
-  shared(words[kHintCount]).store(hint.count, std::memory_order_relaxed);
-  sequence.store(number + 1, std::memory_order_release);
-  hints_written().store(number + 1, std::memory_order_release);
 }
 
 void ForeignWriter::grow(size_t rows) {

@@ -8,9 +8,6 @@
 //     0         u64 magic · u64 area · u64 requested version · u64 time of the last scan · u64 rows
 //               · u64 last version requested with all the owners' chunks · u64 log overruns
 //     4 KiB     states of owners 1, 2, …, 64 bytes each
-//     768 KiB   u64 hints written so far
-//     772 KiB   a ring of 4,096 hints of 32 bytes: u64 place · u64 generation · u32 count · u32
-//               zero · u64 sequence, which is the hint's number from 1 on, or 0 during a change
 //     1 MiB …   areas of buckets; `area` names the newest
 //
 // A bucket consists of a key's fingerprint (0 if empty), a place and a generation, 64 bits each.
@@ -52,16 +49,7 @@ struct ForeignRow {
   bool operator==(const ForeignRow&) const = default;
 };
 
-// A report that another engine has read a chunk `count` times.
-struct Hint {
-  Place place = kNoPlace;  // in the regions of the engine that has the chunk, without the owner
-  uint64_t generation = 0;
-  uint32_t count = 0;
-  bool operator==(const Hint&) const = default;
-};
-
 inline constexpr uint32_t kOwnersMax = 8191;  // numbered from 1
-inline constexpr size_t kHintsKept = 4096;
 
 // The chunks of an owner to offer: only those written later, or all.
 enum class Since { NOW, EVER };
@@ -107,8 +95,6 @@ class ForeignTable {
     return shared(*reinterpret_cast<uint64_t*>(memory_ + at));
   }
   uint64_t* owner_words(uint32_t number) const;
-  std::atomic_ref<uint64_t> hints_written() const;
-  uint64_t* hint_words(uint64_t number) const;  // number: counted from 0
   Area area() const;
   static uint64_t bytes_of(uint64_t name) { return sizeof(Bucket) << (name & 0xff); }
 
@@ -144,11 +130,6 @@ class ForeignReader : public ForeignTable {
   // Void all rows that the follower knows now. The follower rebuilds every owner's rows, from all
   // chunks or only those written later, and puts the version returned here into the owner's record.
   uint64_t ask_anew(Since since = Since::NOW);
-  // Take the oldest hints, at most `max`, except overwritten ones.
-  std::vector<Hint> take_hints(size_t max);
-
- private:
-  uint64_t hints_taken_ = 0;
 };
 
 // The follower's side. Its threads change rows only while they hold `lock()`.
@@ -163,7 +144,6 @@ class ForeignWriter : public ForeignTable {
   void put(uint64_t fingerprint, ForeignRow row);
   // Remove the row with this key, place and generation. Returns false if there is none.
   bool remove(uint64_t fingerprint, ForeignRow row);
-  void put_hint(const Hint& hint);
   void warm(uint64_t fingerprint) const;
   void log_overran() { word(kOverrunsAt).fetch_add(1, std::memory_order_relaxed); }
   void scanned(int64_t now_ns) {

@@ -156,7 +156,6 @@ struct Counts {
   uint64_t superseded = 0;   // provisional chunks that were never written
   uint64_t borrowed = 0;     // chunks read from other engines' regions by every rank
   uint64_t deduped = 0;      // chunks not written because another engine holds them
-  uint64_t hints_taken = 0;  // other engines' hints about chunks still in the pool
   bool operator==(const Counts&) const = default;
 };
 
@@ -263,9 +262,6 @@ class Tiers {
   // Add a hold to a chunk's cache slot. Returns kNoRow if the chunk has none.
   Row hold(const char* key);
   void release_hold(Slot slot, Row row, uint64_t generation);
-  // Apply at most `max` hints from other engines: chunks that they read from our pool count as
-  // used.
-  void heed_hints(size_t max);
 
   // -- facts ------------------------------------------------------------------------
   void report(OpKind kind, Batch& batch, const Report& report, Effect& effect);
@@ -375,7 +371,6 @@ class Tiers {
   void ended_borrow(const Batch& batch, size_t at);
   void want_or_dedupe(Row row);
   void want_if_lost(Row row);
-  Row pooled_at(Place place) const;
   // -- equal ranks: equal_ranks.cpp
   Part part_of(size_t group, uint32_t member) const;
   Part part_to_store(size_t group);
