@@ -240,8 +240,7 @@ def _last_run(hits: bytes, reach: int, reach_at_end: int) -> int:
     return at + reach if at >= 0 else len(hits) - len(hits.lstrip(_HIT))
 
 
-# Chunks of several KV cache groups: their order by position, and the tokens that they cover.
-# Pure.
+# The order of several KV cache groups' chunks.
 #
 # A boundary is useful only with the whole prefix before it and the windows and states that end
 # there. So chunks are evicted in the order of their last tokens, and at the same token a chunk of
@@ -256,40 +255,3 @@ def prefix_order(
     ids = group_ids_of(b"".join(keys), len(keys))
     order: npt.NDArray[np.intp] = np.lexsort((~np.isin(ids, full), ends))
     return order.astype(np.uint32)
-
-
-def tokens_by_source(
-    tokens: range,
-    ends: npt.NDArray[np.int64],
-    from_pool: npt.NDArray[np.bool_],
-    positions: npt.NDArray[np.uint8],
-    groups: Sequence[Group],
-) -> tuple[int, int]:
-    """Return how many of `tokens` a load takes from the CPU tier, and how many from the pool.
-
-    `ends`, `from_pool` and `positions` (of groups) are by chunk of the load. A token with chunks in
-    both tiers counts for the pool. A state covers all tokens before it. Windows may not cover all.
-    """
-    if len(groups) == 1:  # spares a load of one chunk a third of its cost
-        starts = (ends - 1) // groups[0].tokens_per_chunk * groups[0].tokens_per_chunk
-        starts *= groups[0].kind is not GroupKind.STATE
-    else:
-        sizes = np.array([group.tokens_per_chunk for group in groups], np.int64)[positions]
-        is_state = np.array([group.kind is GroupKind.STATE for group in groups])[positions]
-        starts = np.where(is_state, 0, (ends - 1) // sizes * sizes)
-    starts = np.maximum(starts, tokens.start)
-    ends = np.minimum(ends, tokens.stop)
-    both = _covered(starts, ends)
-    pool = both if from_pool.all() else _covered(starts[from_pool], ends[from_pool])
-    return both - pool, pool
-
-
-def _covered(starts: npt.NDArray[np.int64], ends: npt.NDArray[np.int64]) -> int:
-    """Return the length of the union of these ranges."""
-    if len(starts) <= 1:  # the usual load while a request decodes
-        return max(0, int(ends.sum() - starts.sum()))
-    order = np.argsort(starts, kind="stable")
-    starts, ends = starts[order], ends[order]
-    before = np.maximum.accumulate(ends)[:-1]  # the end of all earlier ranges
-    starts[1:] = np.maximum(starts[1:], before)
-    return int(np.maximum(ends - starts, 0).sum())

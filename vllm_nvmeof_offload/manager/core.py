@@ -33,7 +33,8 @@ from vllm_nvmeof_offload.errors import (
     io_error,
     outcome_of,
 )
-from vllm_nvmeof_offload.manager.boundary import prefix_order, tokens_by_source
+from vllm_nvmeof_offload.groups import GroupKind
+from vllm_nvmeof_offload.manager.boundary import prefix_order
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import Agreement, CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.hold_and_prefetch import (
@@ -54,6 +55,7 @@ from vllm_nvmeof_offload.protocol import (
     TAG_BYTES,
     AttachCommand,
     CancelCommand,
+    ChunkBatch,
     Command,
     DetachCommand,
     FetchCommand,
@@ -96,6 +98,7 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
     "borrowed_chunks",
     ("unwritten_chunks", "shared"),
 )
+_SOURCE_NAMES = tuple(source.value for source in Source)
 #: Keys in `take_changes`: an eighth of those that wait, within these bounds. Splitting and pickling
 #: 32,768 keys takes 8 ms (AMD EPYC), and a start with ten million chunks is reported within 310
 #: steps.
@@ -194,6 +197,10 @@ class ManagerCore:
             list(self.capacity.pool_slots),
             key_bytes=config.key_bytes,
             group_ids=[group.group_id for group in config.groups],
+            group_tokens=[
+                0 if group.kind is GroupKind.STATE else group.tokens_per_chunk
+                for group in config.groups
+            ],
             ranks=config.world_size,
             credit=int(config.credit_share * slots),
             writes=bool(self.capacity.pool_slots_total)
@@ -342,36 +349,29 @@ class ManagerCore:
         batch = self._tiers.plan_load(in_order, self._land_max, order)
         op = self._ledger.open(OpKind.LOAD, batch)
         if ends is None:
-            per_chunk = self.config.groups[0].tokens_per_chunk
-            tokens = tokens or range(len(keys) * per_chunk)
-            ends = (tokens.start // per_chunk + 1 + np.arange(len(keys))) * per_chunk
+            tokens = tokens or range(len(keys) * self.config.groups[0].tokens_per_chunk)
         op.tokens, op.predicted_s = tokens, predicted_s
         self._load_times.planned(op, limit_s)
         borrows = self._foreign is not None and op.reads > 0 and batch.borrows
         if borrows:
             self._attach()
         self._holds.used(batch)
-        self._count_loaded(op, batch, ends, borrows=borrows)
-        self.planned = op.record
-        self._tiers.drain()
-        return LoadCommand(op.number, columns_of(batch), helpers)
-
-    def _count_loaded(
-        self, op: Op, batch: Batch, ends: npt.NDArray[np.int64], *, borrows: bool
-    ) -> None:
-        """Count the tokens that a load covers, by source. An evicted chunk covers none."""
-        here = (batch.cache >= 0) | (batch.places >= 0)
-        places, ends, positions = batch.places[here], ends[here], batch.groups[here]
-
-        def from_pools(chosen: npt.NDArray[np.bool_]) -> tuple[int, int]:
-            return tokens_by_source(op.tokens, ends, chosen, positions, self.config.groups)
-
-        cpu, pool = from_pools(places >= 0)
-        shared = from_pools(owner_of(places) > OURS)[1] if borrows else 0
-        op.record = LoadRecord(cpu, pool - shared, shared)
-        for source, count in (("cpu", cpu), ("pool", pool - shared), ("shared", shared)):
+        columns = columns_of(batch)
+        counts = self.tokens_by_source(columns, op.tokens, ends)
+        self.planned = op.record = LoadRecord(*counts)
+        for source, count in zip(_SOURCE_NAMES, counts, strict=True):
             if count:
                 self._counters["loaded_tokens", source] += count
+        self._tiers.drain()
+        return LoadCommand(op.number, columns, helpers)
+
+    def tokens_by_source(
+        self, batch: ChunkBatch, tokens: range, ends: npt.NDArray[np.int64] | None
+    ) -> tuple[int, int, int]:
+        """Return how many of `tokens` a load takes from each `Source`, in their order. `ends` is as
+        in `prepare_store`. A token with chunks in several sources counts for the last of these.
+        Evicted chunks cover none, and windows may not cover all."""
+        return self._tiers.tokens_by_source(batch, tokens.start, tokens.stop, ends)
 
     # -- other engines' chunks --------------------------------------------------------
 

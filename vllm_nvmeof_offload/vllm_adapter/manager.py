@@ -37,7 +37,6 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.child import Companion
 from vllm_nvmeof_offload.exporter import Exporter, ExporterSettings, start_exporter
 from vllm_nvmeof_offload.groups import Group
-from vllm_nvmeof_offload.manager.boundary import tokens_by_source
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import agree
@@ -178,17 +177,13 @@ class NVMeoFOffloadingManager(OffloadingManager):
         state = req_context.get_state(_RequestState)
         if not tokens or state is None or state.loaded is None:
             return {}
-        ends, batch, groups = state.ends, state.loaded, self.core.config.groups
-        if ends is None:
-            per_chunk = groups[0].tokens_per_chunk
-            ends = (first // per_chunk + 1 + np.arange(len(batch))) * per_chunk
-        cpu, pool = tokens_by_source(
-            range(first, first + tokens), ends, batch.places >= 0, batch.groups, groups
-        )
+        of = range(first, first + tokens)
+        cpu, pool, shared = self.core.tokens_by_source(state.loaded, of, state.ends)
         counts = {
             _HIT_SOURCES.HOST: cpu,
-            _HIT_SOURCES.DISK: pool,
-            _HIT_SOURCES.EXTERNAL_UNSPECIFIED: tokens - cpu - pool,  # outside every window
+            _HIT_SOURCES.DISK: pool + shared,
+            # Outside every window.
+            _HIT_SOURCES.EXTERNAL_UNSPECIFIED: tokens - cpu - pool - shared,
         }
         return {source: count for source, count in counts.items() if count}
 
@@ -270,8 +265,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
             self._boundaries.ended(req_context.req_id)
         state = req_context.get_state(_RequestState)
         if state is not None:
-            still = self.core.present(list(state.refused)).count(0)  # others may have stored some
-            self.core.counters["unstored_chunks", "no_room"] += still
+            if state.refused:  # others may have stored some
+                still = self.core.present(list(state.refused)).count(0)
+                self.core.counters["unstored_chunks", "no_room"] += still
             used = list(itertools.chain.from_iterable(state.used))
             self.core.ended(used, self._ends(used, req_context))
             if state.advice is not None:

@@ -5,6 +5,7 @@ boundaries."""
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -24,7 +25,6 @@ from vllm_nvmeof_offload.manager.boundary import (
     plan,
     prefix_order,
     taken,
-    tokens_by_source,
     unit_tokens,
     wanted,
 )
@@ -33,7 +33,14 @@ from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.load_or_recompute import Find
 from vllm_nvmeof_offload.manager.stores import BoundaryStores
 from vllm_nvmeof_offload.manager.telemetry import start_line
-from vllm_nvmeof_offload.protocol import CancelCommand, RankHello, place_of
+from vllm_nvmeof_offload.protocol import (
+    NOWHERE,
+    CancelCommand,
+    ChunkBatch,
+    RankHello,
+    owned_by,
+    place_of,
+)
 
 from .bench import KEY_BYTES, Bench, Core, hello
 
@@ -61,9 +68,14 @@ def ends_of(keys: Sequence[bytes]) -> npt.NDArray[np.int64]:
     return np.array([(int(key[:8]) + 1) * sizes[key[-1]] for key in keys], np.int64)
 
 
-def rank_hello(rank: int, cache: int, payloads: Sequence[int] = PAYLOADS) -> RankHello:
-    groups = tuple(RankGroup(*one) for one in zip(GROUPS, payloads, strict=True))
-    return replace(hello(rank, cache, 64, ()), slot_bytes=max(GROUP_BYTES), groups=groups)
+def rank_hello(
+    rank: int,
+    cache: int,
+    payloads: Sequence[int] = PAYLOADS,
+    groups: Sequence[Group] = GROUPS,
+) -> RankHello:
+    of_rank = tuple(map(RankGroup, groups, payloads))
+    return replace(hello(rank, cache, 64, ()), slot_bytes=max(GROUP_BYTES), groups=of_rank)
 
 
 class GroupsBench(Bench):
@@ -234,7 +246,7 @@ def test_a_chunk_that_is_gone_and_comes_back_is_not_the_one_that_fails(ended_by:
 
 
 Ranges = st.lists(
-    st.tuples(st.integers(0, 2), st.integers(0, 11), st.booleans()), max_size=12, unique=True
+    st.tuples(st.integers(0, 2), st.integers(0, 11), st.integers(-1, 2)), max_size=12, unique=True
 )
 
 
@@ -243,23 +255,50 @@ Some = st.sampled_from([GROUPS, *((group,) for group in GROUPS)])
 
 @given(Some, Ranges, st.integers(0, 100), st.integers(1, 100))
 def test_tokens_by_source_are_those_of_a_token_by_token_count(
-    groups: tuple[Group, ...], rows: list[tuple[int, int, bool]], first: int, count: int
+    groups: tuple[Group, ...], rows: list[tuple[int, int, int]], first: int, count: int
 ) -> None:
     rows = [row for row in rows if row[0] < len(groups)]
     tokens = range(first, first + count)
-    sources: dict[int, set[bool]] = {token: set() for token in tokens}
-    for at, chunk, from_pool in rows:
+    last_source = dict.fromkeys(tokens, -1)
+    for at, chunk, source in rows:
         size = groups[at].tokens_per_chunk
         begin = 0 if groups[at].kind is GroupKind.STATE else chunk * size
         for token in range(max(begin, first), min((chunk + 1) * size, tokens.stop)):
-            sources[token].add(from_pool)
+            last_source[token] = max(last_source[token], source)
     columns: Any = list(zip(*rows, strict=True)) or ((), (), ())
     positions = np.array(columns[0], np.uint8)
     sizes = np.array([group.tokens_per_chunk for group in groups])[positions]
     ends = (np.array(columns[1], np.int64) + 1) * sizes
-    found = tokens_by_source(tokens, ends, np.array(columns[2], np.bool_), positions, groups)
-    pool = sum(True in one for one in sources.values())
-    assert found == (sum(map(bool, sources.values())) - pool, pool)
+    found = _core_of(groups).tokens_by_source(_rows_from(columns[2], positions), tokens, ends)
+    assert [*found] == [[*last_source.values()].count(source) for source in range(3)]
+
+
+@given(st.lists(st.integers(-1, 2), max_size=9), st.integers(0, 40), st.integers(1, 60))
+def test_chunks_of_full_attention_follow_each_other_from_the_first_token_on(
+    sources: list[int], first: int, count: int
+) -> None:
+    tokens, size = range(first, first + count), FULL.tokens_per_chunk
+    covered = [
+        sources[at] for at in (t // size - first // size for t in tokens) if at < len(sources)
+    ]
+    rows = _rows_from(sources, np.zeros(len(sources), np.uint8))
+    found = _core_of((FULL,)).tokens_by_source(rows, tokens, None)
+    assert [*found] == [covered.count(source) for source in range(3)]
+
+
+def _rows_from(sources: Sequence[int], positions: Any) -> ChunkBatch:
+    """Return rows of a load from these sources, by their order; -1 for an evicted chunk."""
+    count, place = len(sources), place_of(0, 1)
+    cache = np.array([0 if one == 0 else NOWHERE for one in sources], np.int32)
+    places = {-1: NOWHERE, 0: NOWHERE, 1: place, 2: owned_by(3, place)}
+    found = np.array([places[one] for one in sources], np.int64)
+    return ChunkBatch.of(b"k" * count, np.ones(count, np.uint64), cache, found, positions)
+
+
+@functools.cache
+def _core_of(groups: tuple[Group, ...]) -> Core:
+    """Return the core of an engine with these groups."""
+    return Core(CoreConfig(1, KEY_BYTES, groups), agree([rank_hello(0, 32, groups=groups)]))
 
 
 @given(st.permutations([*chunks(WINDOW, 0, 1, 2, 3), *chunks(STATE, 0, 1), *chunks(FULL, 0, 1, 2)]))

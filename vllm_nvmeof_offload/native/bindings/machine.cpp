@@ -84,9 +84,6 @@ using List = nb::typed<nb::list, Item>;
 template <typename Item>
 using AnySequence = nb::typed<nb::handle, nb::typed<nb::sequence, Item>>;
 
-// A `protocol.ChunkBatch`.
-using ChunkBatch = Tuple<nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes>;
-
 // Return an array that owns the vector's items, with one dimension if `columns` is 0.
 template <typename T>
 Array<T> array(std::vector<T>&& items, size_t columns = 0) {
@@ -186,13 +183,6 @@ PieceColumns pieces(const Geometry& geometry, const Blocks& blocks, size_t first
     geometry.pieces(span_of(blocks), first, chunks, rows, firsts);
   }
   return nb::make_tuple(array(std::move(rows), 3), array(std::move(firsts)));
-}
-
-// Return a column of a `protocol.ChunkBatch`.
-template <typename T>
-std::span<const T> column_of(const nb::tuple& batch, size_t number) {
-  const auto column = nb::cast<nb::bytes>(batch[number]);
-  return {reinterpret_cast<const T*>(column.data()), column.size() / sizeof(T)};
 }
 
 Columns columns_of(const nb::tuple& batch) {

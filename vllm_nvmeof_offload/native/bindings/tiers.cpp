@@ -129,16 +129,17 @@ MakeOrder order_maker(nb::object make) {
 }
 
 void make_tiers(Tiers* at, Slot cache_slots, const std::vector<Slot>& pool_slots, size_t key_bytes,
-                const std::vector<uint32_t>& group_ids, uint16_t ranks, uint64_t credit,
-                bool writes, bool demotes, bool logs_moves, size_t writes_max, size_t clean_min,
-                const std::vector<bool>& slot_errnos, nb::object policy,
-                const std::vector<uint32_t>& set_sizes, uint32_t equal_min, uint32_t sample_every,
-                Foreign* foreign) {
+                const std::vector<uint32_t>& group_ids, const std::vector<uint32_t>& group_tokens,
+                uint16_t ranks, uint64_t credit, bool writes, bool demotes, bool logs_moves,
+                size_t writes_max, size_t clean_min, const std::vector<bool>& slot_errnos,
+                nb::object policy, const std::vector<uint32_t>& set_sizes, uint32_t equal_min,
+                uint32_t sample_every, Foreign* foreign) {
   Options options;
   options.cache_slots = cache_slots;
   options.pool_slots = pool_slots;
   options.key_bytes = key_bytes;
   options.group_ids = group_ids;
+  options.group_tokens = group_tokens;
   options.ranks = ranks;
   options.credit = credit;
   options.writes = writes;
@@ -180,6 +181,20 @@ Stored plan_store(Tiers& tiers, PyKeys keys, std::optional<Column<uint8_t>> want
   StorePlan plan = tiers.plan_store(KeyList(keys, tiers.index.key_bytes()), span_of(wanted),
                                     generation, span_of(order));
   return {std::move(plan.batch), plan.absent, std::move(plan.refused), generation};
+}
+
+// Return the tokens from the CPU tier, from our pool, and from other engines' pools.
+std::tuple<int64_t, int64_t, int64_t> tokens_by_source(const Tiers& tiers, const ChunkBatch& batch,
+                                                       int64_t first, int64_t last,
+                                                       std::optional<Column<int64_t>> ends) {
+  const LoadRows rows{column_of<int32_t>(batch, 2), column_of<Place>(batch, 3),
+                      column_of<uint8_t>(batch, 4), span_of(ends)};
+  const size_t count = rows.groups.size();
+  if (rows.cache.size() != count || rows.places.size() != count ||
+      (ends && rows.ends.size() != count))
+    throw nb::value_error("the columns differ in length");
+  const auto [cpu, pool, shared] = tiers.tokens_by_source(rows, first, last);
+  return {cpu, pool, shared};
 }
 
 using Indexes = std::vector<uint32_t>;
@@ -288,8 +303,7 @@ nb::bytes bytes_of(const SmallColumn<T, kInside>& column) {
 }
 
 // Return a `protocol.ChunkBatch` of copies, because the rows change later.
-nb::typed<nb::tuple, nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes> columns(
-    const Batch& batch) {
+ChunkBatch columns(const Batch& batch) {
   return nb::make_tuple(bytes_of(batch.keys), bytes_of(batch.generations), bytes_of(batch.cache),
                         bytes_of(batch.places), bytes_of(batch.groups));
 }
@@ -375,12 +389,13 @@ void with_keys(Tiers& tiers, PyKeys keys) {
 
 void bind_calls(nb::class_<Tiers>& type) {
   type.def("__init__", &make_tiers, "cache_slots"_a, "pool_slots"_a, nb::kw_only(), "key_bytes"_a,
-           "group_ids"_a = std::vector<uint32_t>{0}, "ranks"_a = 1, "credit"_a = 0,
-           "writes"_a = true, "demotes"_a = false, "logs_moves"_a = false, "writes_max"_a = 1,
-           "clean_min"_a = 1, "slot_errnos"_a = std::vector<bool>(), "policy"_a = nb::none(),
+           "group_ids"_a = Options().group_ids, "group_tokens"_a = Options().group_tokens,
+           "ranks"_a = 1, "credit"_a = 0, "writes"_a = true, "demotes"_a = false,
+           "logs_moves"_a = false, "writes_max"_a = 1, "clean_min"_a = 1,
+           "slot_errnos"_a = std::vector<bool>(), "policy"_a = nb::none(),
            "set_sizes"_a = std::vector<uint32_t>(), "equal_min"_a = Options().equal_min,
            "sample_every"_a = Options().sample_every, "foreign"_a.none() = nb::none(),
-           nb::keep_alive<1, 18>())
+           nb::keep_alive<1, 19>())
       .def("__len__", [](const Tiers& tiers) { return tiers.index.size(); })
       .def("lookup", &lookup, "key"_a, "sources"_a = kFromCpu | kFromPool)
       .def("present", &present, "keys"_a, "sources"_a = kFromCpu | kFromPool)
@@ -408,6 +423,7 @@ void bind_calls(nb::class_<Tiers>& type) {
                                    span_of(order));
           },
           "keys"_a, "land_max"_a, "order"_a = nb::none())
+      .def("tokens_by_source", &tokens_by_source, "batch"_a, "first"_a, "last"_a, "ends"_a)
       .def("supersede", &with_keys<&Tiers::supersede>)
       .def("keep", &with_keys<&Tiers::keep>)
       .def("cool", &with_keys<&Tiers::cool>)

@@ -487,6 +487,38 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
   return batch;
 }
 
+std::array<int64_t, 3> Tiers::tokens_by_source(const LoadRows& rows, int64_t first,
+                                               int64_t last) const {
+  struct Range {
+    int64_t begin, end;
+    size_t source;
+  };
+  std::vector<Range> ranges;
+  ranges.reserve(rows.places.size());
+  for (size_t at = 0; at < rows.places.size(); ++at) {
+    const Place place = rows.places[at];
+    if (rows.cache[at] == kNoSlot && place == kNoPlace) continue;
+    const int64_t tokens = options_.group_tokens.at(rows.groups[at]);
+    require(tokens || !rows.ends.empty(), "states need the ends of chunks");
+    const auto number = static_cast<int64_t>(at);
+    const int64_t end = rows.ends.empty() ? (first / tokens + number + 1) * tokens : rows.ends[at];
+    const int64_t begin = tokens ? (end - 1) / tokens * tokens : 0;
+    const size_t source = place == kNoPlace ? 0 : is_foreign(place) ? 2 : 1;
+    ranges.push_back({std::max(begin, first), std::min(end, last), source});
+  }
+  const auto by_begin = [](const Range& one, const Range& two) { return one.begin < two.begin; };
+  if (!std::ranges::is_sorted(ranges, by_begin)) std::ranges::sort(ranges, by_begin);
+  // By source: the tokens before `ends` that ranges of this source, or of a later one, cover.
+  std::array<int64_t, 3> counts{}, ends{first, first, first};
+  for (const Range& range : ranges) {
+    for (size_t source = 0; source <= range.source; ++source) {
+      counts[source] += std::max<int64_t>(0, range.end - std::max(range.begin, ends[source]));
+      ends[source] = std::max(ends[source], range.end);
+    }
+  }
+  return {counts[0] - counts[1], counts[1] - counts[2], counts[2]};
+}
+
 Row Tiers::begin_fetch(const char* key, size_t reason) {
   const Row row = index.find(key);
   if (row == kNoRow && options_.foreign) return begin_borrow(key, reason);

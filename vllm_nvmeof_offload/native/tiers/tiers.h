@@ -159,6 +159,15 @@ struct Counts {
   bool operator==(const Counts&) const = default;
 };
 
+// The rows of a load, as in a `Batch`. ends: the request's tokens up to each chunk's end; empty if
+// all chunks are of full attention, and consecutive from the chunk of the first token on.
+struct LoadRows {
+  std::span<const int32_t> cache;
+  std::span<const Place> places;
+  std::span<const uint8_t> groups;
+  std::span<const int64_t> ends;
+};
+
 struct Options {
   Slot cache_slots = 0;
   std::vector<Slot> pool_slots;  // by target
@@ -166,6 +175,8 @@ struct Options {
   // vLLM's number of each KV cache group, by position. A key ends with its group's number. A key of
   // any other group is never stored or adopted.
   std::vector<uint32_t> group_ids{0};
+  // Tokens per chunk, by group; 0 for a state, which covers all tokens before its end.
+  std::vector<uint32_t> group_tokens{1};
   uint16_t ranks = 1;
   std::vector<uint32_t> set_sizes;  // by group; empty if all are 1
   uint32_t equal_min = 8;           // equal samples of a group required for single copies
@@ -235,6 +246,10 @@ class Tiers {
                        std::span<const uint32_t> order = {});
   // Plan a load. A missing chunk's row has no slot or place. land_max: bound on cache slots filled.
   Batch plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order = {});
+  // Return how many of the tokens from `first` up to, but not including, `last` a load takes from
+  // the CPU tier, from our pool, and from other engines' pools. A token with chunks in several
+  // sources counts for the last of these. Evicted chunks cover none, and windows may not cover all.
+  std::array<int64_t, 3> tokens_by_source(const LoadRows& rows, int64_t first, int64_t last) const;
   // Mark these keys' provisional entries as superseded. Other entries do not change.
   void supersede(Keys keys);
   // Keep these keys' entries, and write them like any others.
