@@ -179,6 +179,11 @@ class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
     def groups(self) -> npt.NDArray[np.uint8]:
         return np.frombuffer(self[4], np.uint8)
 
+    @property
+    def has_places(self) -> bool:
+        """Return whether any row has a place."""
+        return self[3].count(b"\xff") < len(self[3])  # all bits of NOWHERE are set
+
     def __len__(self) -> int:
         return len(self[4])
 

@@ -252,7 +252,7 @@ class Fences:
 
     def record(self) -> Fence:
         """Record a fence on the model's thread, with at most two driver calls."""
-        self._cuda.make_current()
+        self._cuda.enter_models_thread()
         # Only this thread takes events, so the first one does not change in between.
         if self._idle and _is_over(self._waiter, self._idle[0][1]):
             event, _ = self._idle.popleft()

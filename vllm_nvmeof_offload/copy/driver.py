@@ -141,6 +141,12 @@ class Cuda:
             self._enter("cuCtxSetCurrent", self._context)
             self._thread.current = True
 
+    def enter_models_thread(self) -> None:
+        """Make the context current on the model's thread, whose mode `enter_own_thread` then leaves
+        as it is: between the model's calls, this thread is not capturing."""
+        self.make_current()
+        self._thread.mode_is_final = True
+
     def enter_own_thread(self) -> None:
         """Make the context current on a thread that runs no part of the model.
 
@@ -150,10 +156,10 @@ class Cuda:
         calls are unrelated to any capture.
         """
         self.make_current()
-        if not getattr(self._thread, "relaxed", False):
+        if not getattr(self._thread, "mode_is_final", False):
             mode = self._api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
             self._enter("cuThreadExchangeStreamCaptureMode", mode)
-            self._thread.relaxed = True
+            self._thread.mode_is_final = True
 
     def release(self) -> None:
         """Release the context. No other method may be called after this."""

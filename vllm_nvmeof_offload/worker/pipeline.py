@@ -5,7 +5,7 @@
 machine owns the order, the bounds and the state of every chunk; Python makes one call per batch,
 and all work per chunk runs in C++. The pipeline creates no thread, uses neither vLLM nor torch, and
 its clock is injected. It accepts commands, advances in `step`, and returns reports and finished
-jobs. All calls come from one thread: a `PipelineRunner`'s, or the simulator's.
+jobs. One thread at a time calls it: the simulator's, or one that holds a `PipelineRunner`'s lock.
 """
 
 from __future__ import annotations
@@ -179,7 +179,8 @@ class TransferPipeline:
         self._regions = Regions(self._machine, io, opener, targets) if opener else None
         self._tag = io.stamp.tag
         self._serving = self._serving_of(serve, staging) if serve else None
-        self._in_set = staging.members is not None
+        #: Whether this rank belongs to a set of ranks with equal bytes.
+        self.in_set = staging.members is not None
         self._newest: tuple[int, object] = (0, None)  # the newest fence, after its number
         self._passed = 0  # number of the newest fence known to have passed
         self._open: dict[int, object] = {}  # the fences after that one, oldest first
@@ -298,6 +299,12 @@ class TransferPipeline:
             self._serving.hand_over()
         self._submit_copies()
 
+    def submit_copies(self) -> bool:
+        """Submit the copies that are ready. Return whether a row has been decided, so that `step`
+        must follow."""
+        self._submit_copies()
+        return self._machine.to_report > 0
+
     def take_reports(self) -> list[Report]:
         machine = self._machine
         reports = [self._report_of(columns) for columns in machine.take_reports()]
@@ -355,11 +362,11 @@ class TransferPipeline:
         """Wait until another member of the set makes progress, one of `fds` is readable, or
         `seconds` have passed. Returns False at once if no other member can cause an event. Polls
         the set's shared memory every 200 µs, because other members cannot wake this process."""
-        return self._in_set and self._machine.await_set(fds, seconds)
+        return self.in_set and self._machine.await_set(fds, seconds)
 
     def leave_set(self) -> None:
         """Announce that this rank leaves the set, so that members waiting for it fail at once."""
-        if self._in_set:
+        if self.in_set:
             self._machine.leave_set()
 
     def idle(self) -> bool:
@@ -564,6 +571,9 @@ class PipelineRunner:
     The model's thread calls all methods: it hands over calls, which run in order, and takes
     results. It blocks only in `wait`, for copies that must complete before vLLM continues. Other
     threads may also call `hand_over`.
+
+    A lock guards the pipeline. The pipeline's thread holds it except while it waits, so that
+    meanwhile the model's thread can start a load itself (`start`), without waking the other.
     """
 
     def __init__(
@@ -580,6 +590,7 @@ class PipelineRunner:
         self._fds = (waker.fd, io_fd, *(links.fds if links else ()))
         self._inbox: deque[Callable[[], None]] = deque()
         self._handing_over = threading.Lock()  # the targets' watcher also hands over calls
+        self._turn = threading.Lock()  # held by the only thread that may call the pipeline
         self._changed = threading.Condition()
         self._finished: list[FinishedJob] = []
         self._reports: list[Report] = []
@@ -605,6 +616,29 @@ class PipelineRunner:
             is_first = len(self._inbox) == 1
         if is_first:
             self._waker.wake()
+
+    def start(self, call: Callable[[TransferPipeline], None], *ops: int) -> None:
+        """Run `call` on this thread, and submit the copies that it makes ready, if the pipeline's
+        thread waits and no earlier call does. Else, and in a set, hand the call over.
+
+        Only for the model's thread, and calls that start no I/O. `ops` are as in `hand_over`.
+        """
+        # While it waits for other members of a set, the pipeline's thread uses the machine.
+        if not self._pipeline.in_set and self._turn.acquire(blocking=False):
+            try:
+                if not (self._inbox or self._stopping or self._failure):
+                    with self._changed:
+                        self._open.update(ops)
+                    call(self._pipeline)
+                    if self._pipeline.submit_copies():
+                        self._waker.wake()
+                    return
+            except BaseException as error:
+                self._fail(error)
+                raise
+            finally:
+                self._turn.release()
+        self.hand_over(call, *ops)
 
     def wait(self, ops: Iterable[int]) -> None:
         """Block until the copies of these stores and loads are done."""
@@ -643,23 +677,27 @@ class PipelineRunner:
             poller.register(fd, select.POLLIN)
         woken, ready = (self._waker.fd, select.POLLIN), []
         try:
-            while not self._stopping:
+            while not (self._stopping or self._failure):
                 if woken in ready:
                     self._waker.clear()
-                while self._inbox:
-                    self._inbox.popleft()()
-                self._pipeline.step()
-                self._publish()
-                wait_ms = self._wait_ms()
+                with self._turn:
+                    while self._inbox:
+                        self._inbox.popleft()()
+                    self._pipeline.step()
+                    self._publish()
+                    wait_ms = self._wait_ms()
                 if self._pipeline.await_set(self._fds, wait_ms / 1000):
                     ready = [woken]  # the waker may be set
                 else:
                     ready = poller.poll(wait_ms)
         except BaseException as error:  # noqa: BLE001 - handed to the model's thread, which raises
-            # A broken invariant: the model's thread must fail too instead of waiting forever.
-            with self._changed:
-                self._failure = error
-                self._changed.notify_all()
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """Record a broken invariant: all calls fail from now on, instead of waiting forever."""
+        with self._changed:
+            self._failure = error
+            self._changed.notify_all()
 
     def _wait_ms(self) -> int:
         """Return how long the next turn may wait: until the next deadline."""

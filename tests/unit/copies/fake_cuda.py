@@ -84,6 +84,7 @@ class FakeCuda(Cuda):
         self.capturing = False
         self.spoilt: list[str] = []
         self._relaxed: set[int] = set()
+        self._models_thread: int | None = None
         self._has_batch = batch
         self._handles = itertools.count(1000)
         self._changed = threading.Condition()
@@ -140,7 +141,12 @@ class FakeCuda(Cuda):
 
     def make_current(self) -> None: ...
 
+    def enter_models_thread(self) -> None:
+        self._models_thread = threading.get_ident()
+
     def enter_own_thread(self) -> None:
+        if self._models_thread == threading.get_ident():
+            return
         if self._called("enter_own_thread"):
             self._relaxed.add(threading.get_ident())
 

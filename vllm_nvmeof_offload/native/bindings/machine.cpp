@@ -668,5 +668,6 @@ void bind_machine(nb::module_& m) {
            [](Machine& machine) {
              if (machine.set()) machine.set()->leave();
            })
+      .def_prop_ro("to_report", &Machine::to_report)
       .def_prop_ro("idle", &Machine::idle);
 }
