@@ -492,12 +492,18 @@ def start_follower(scope: Scope, fd: int, follow_ms: float = FOLLOW_MS) -> Compa
     return Companion("follower of shared pools", command, fd, _RESTART_S)
 
 
+def pause_s(follow_s: float, share: float, scan_s: float) -> float:
+    """Return the seconds to wait after a scan that took `scan_s` of CPU, so that scans take at most
+    `share` of a core."""
+    return max(follow_s, scan_s / share)
+
+
 def _run(scan: TargetScan, follow_s: float, share: float) -> None:
     """Scan one target until the process exits. `share` is this target's share of a core."""
     never = threading.Event()
     try:
         while True:
-            never.wait(max(follow_s, scan.scan() / share))
+            never.wait(pause_s(follow_s, share, scan.scan()))
     finally:
         # Without these scans the table would silently become outdated. A new follower starts.
         traceback.print_exc()

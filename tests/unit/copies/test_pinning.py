@@ -334,5 +334,6 @@ def test_the_model_s_thread_declares_nothing() -> None:
     """The model's thread may do anything while it captures."""
     cuda = FakeCuda()
     rig = Rig(cuda, 1)
-    rig.engine.record_fence()
+    rig.store([0, 1], [0])
+    assert rig.finish() == [(1, True)]
     assert "enter_own_thread" not in cuda.callers

@@ -400,3 +400,12 @@ def test_rows_are_those_on_disk_whatever_engines_do(
     }
     assert found == wanted
     assert following.reader.rows == len(wanted)
+
+
+@pytest.mark.parametrize(
+    ("entries", "pause_s"), [(1000, 0.1), (100_000, 0.1), (1_000_000, 0.83), (10_000_000, 8.3)]
+)
+def test_scans_of_a_large_table_slow_down_by_themselves(entries: int, pause_s: float) -> None:
+    """A scan of a million entries takes 16.6 ms; all scans may take 2 % of a core."""
+    found = follower.pause_s(0.1, follower._CPU_SHARE_MAX, 16.6e-9 * entries)
+    assert found == pytest.approx(pause_s)

@@ -513,6 +513,14 @@ def test_fetches_under_way_are_bounded_by_bytes_and_at_least_four() -> None:
         assert rig.turn() == [f"fetch {fetches}"]
 
 
+def test_one_turn_fetches_all_bytes_that_may_be_under_way_with_chunks_of_64_kib_too() -> None:
+    for slot_bytes in (64 << 10, 512 << 10):
+        rig = ReloadRig(queue=8192, slot_bytes=slot_bytes)
+        rig.holds.put(POOL, range(8192))
+        rig.queued("a", range(8192))
+        assert len(rig.turn()) * slot_bytes == 256 * MIB
+
+
 def test_fetches_for_the_queue_do_not_delay_a_reload() -> None:
     rig = ReloadRig(slot_bytes=64 * MIB)
     rig.holds.put(POOL, range(16))
