@@ -160,6 +160,13 @@ def test_every_group_comes_back_into_other_blocks(rank: _Rank) -> None:
     assert rank.counters["unstored_chunks", "incomplete"] == 0
 
 
+def test_a_load_that_runs_in_this_step_is_refused(rank: _Rank) -> None:
+    """Its failure could not be reported in time (docs/decisions/no-synchronous-loads.md)."""
+    command = CommandSpec(LoadCommand(1, ChunkBatch((b"",) * 5)))
+    with pytest.raises(AssertionError, match="sync_load_budget_bytes"):
+        rank.worker.submit_load(1, command, _spec([[]], [0]), expedited=True)
+
+
 def test_an_incomplete_chunk_is_not_stored_and_its_slot_is_empty(rank: _Rank) -> None:
     assert (
         rank.store([[0], [1], [2], [3]], [[0, 1], [2, 3], [4, 5], [6]], [0, 0, 0, 0]) == [True] * 4

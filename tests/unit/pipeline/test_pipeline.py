@@ -96,6 +96,17 @@ def test_a_load_of_a_failed_store_is_stale() -> None:
     ]
 
 
+def test_a_load_whose_own_copy_fails_has_its_error() -> None:
+    bench = Bench()
+    bench.stored(1, slot=0, number=7)
+    bench.finished()
+    bench.load(2, 7, cache=0, pool=None)
+    bench.copy.finish(1, io_error(errno.EIO))
+    bench.pipeline.step()
+    assert bench.reports() == [Reported(2, 0, io_error(errno.EIO))]
+    assert bench.finished() == [(2, ((0, io_error(errno.EIO)),))]
+
+
 @pytest.mark.parametrize("kind", ["load", "write"])
 def test_a_slot_whose_last_fill_is_of_another_chunk_is_a_broken_invariant(kind: str) -> None:
     """It would look like a chunk that is gone, and hide a command that came before its fill."""
