@@ -29,7 +29,12 @@ from vllm_nvmeof_offload.manager.handshake import WritePolicy, ahead_shares
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, METRICS
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment
-from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches, facts_of, geometry_of
+from vllm_nvmeof_offload.vllm_adapter.groups import (
+    LayerCaches,
+    facts_of,
+    geometry_of,
+    resumes_at_any_block,
+)
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.worker import make_worker
 from vllm_nvmeof_offload.worker.build import RankIdentity, build_worker
@@ -117,4 +122,5 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             replica=self.replica,
         )
         parts, self.hello = build_worker(self.settings, geometry, place, self.layers.device)
-        return make_worker(parts, kv_caches)
+        reports_blocks = resumes_at_any_block(self.layers.config)
+        return make_worker(parts, kv_caches, reports_blocks=reports_blocks)

@@ -27,7 +27,7 @@ OUR_TESTS = (
     *("adapter/test_plugin.py", "adapter/test_cache_groups.py"),
     "adapter/test_supported.py::test_unsupported_features_are_refused_by_name",
     *("manager/test_vllm_manager.py", "manager/test_boundary.py"),
-    *("manager/test_advice.py", "manager/test_router_scores.py"),
+    *("manager/test_advice.py", "manager/test_router_scores.py", "adapter/test_replay.py"),
 )
 
 

@@ -95,6 +95,16 @@ def kinds_of(group: Any) -> set[GroupKind | None]:
     return {_KINDS.get(type(spec)) for spec in iter_layer_specs(group.kv_cache_spec)}
 
 
+def resumes_at_any_block(kv_cache_config: Any) -> bool:
+    """Return whether vLLM can resume a request at any of its blocks after a failed load.
+
+    It can if its only KV cache group keeps all tokens. Groups that are not offloaded count too:
+    vLLM drops their blocks before the end of a hit, so it cannot resume within the hit.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and kinds_of(groups[0]) == {GroupKind.FULL}
+
+
 def blocks_of(kv_cache_config: Any, decode_context_parallel: int) -> list[GroupBlocks]:
     """Return the blocks of the groups that vLLM offloads."""
     found = []

@@ -139,9 +139,6 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
             "attends to later tokens of a prompt (prefix LM), so equal prefixes have unequal KV"
         )
         raise ConfigError("model", name, f"{reason}: {_WITHOUT}")
-    if any(spec.prefix_replay_tokens for spec in specs):
-        reason = "recomputes its windows after a hit (bounded replay), which is not supported"
-        raise ConfigError("model", name, f"{reason}: add --no-swa-bounded-replay, or {_WITHOUT}")
     groups = offloaded(kv_cache_config)
     for group in groups:
         kinds = kinds_of(group)

@@ -28,7 +28,6 @@ from vllm.v1.kv_offload.base import (
 
 from vllm_nvmeof_offload.copy.geometry import JobBlocks
 from vllm_nvmeof_offload.errors import IntegrationError, OutcomeKind
-from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, ResetCommand, StoreCommand
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
@@ -53,9 +52,13 @@ def _columns(spec: GPULoadStoreSpec) -> BlockColumns:
 
 
 class NVMeoFOffloadingWorker(OffloadingWorker):
-    """One rank's transfers, for a vLLM that names GPU blocks by their ids."""
+    """One rank's transfers, for a vLLM that names GPU blocks by their ids.
 
-    def __init__(self, parts: RankWorker) -> None:
+    `reports_blocks`: a failed load is reported by the GPU blocks that it did not fill, not by its
+    request (see `resumes_at_any_block`).
+    """
+
+    def __init__(self, parts: RankWorker, *, reports_blocks: bool = False) -> None:
         self._parts = parts
         self._runner = parts.runner
         self._geometry = parts.geometry
@@ -67,8 +70,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._helpers: dict[int, int] = {}  # by op, for loads that only some peers may help with
         self._gathers = False
         self._tensors = max(len(one.starts) for one in parts.geometry.by_group)
-        kinds = [one.group.kind for one in parts.geometry.groups]
-        self._reports_blocks = kinds == [GroupKind.FULL]
+        self._reports_blocks = reports_blocks
         self._invalid_blocks: dict[str | None, set[int]] = {}  # by request
         self._requests: dict[int, str] = {}  # the request, by vLLM's load job
         self._failed_requests: set[str] = set()
@@ -273,8 +275,8 @@ class PointersWorker(NVMeoFOffloadingWorker):
     `kv_caches` is vLLM's `CanonicalKVCaches`, from which it makes the addresses.
     """
 
-    def __init__(self, parts: RankWorker, kv_caches: Any) -> None:
-        super().__init__(parts)
+    def __init__(self, parts: RankWorker, kv_caches: Any, *, reports_blocks: bool = False) -> None:
+        super().__init__(parts, reports_blocks=reports_blocks)
         tensors = [one.tensor for one in kv_caches.tensors]  # int8[blocks, bytes]
         self._rows = [
             _Rows([tensors[ref.tensor_idx] for ref in refs]) for refs in kv_caches.group_data_refs
@@ -341,8 +343,10 @@ def worker_class() -> type[NVMeoFOffloadingWorker]:
     return PointersWorker if pointers else NVMeoFOffloadingWorker
 
 
-def make_worker(parts: RankWorker, kv_caches: Any) -> NVMeoFOffloadingWorker:
+def make_worker(
+    parts: RankWorker, kv_caches: Any, *, reports_blocks: bool
+) -> NVMeoFOffloadingWorker:
     """Return a worker that fits this vLLM. `kv_caches` is vLLM's `CanonicalKVCaches`."""
     if vllm_release.DEVICE_BLOCKS.form == vllm_release.POINTERS:
-        return PointersWorker(parts, kv_caches)
-    return NVMeoFOffloadingWorker(parts)
+        return PointersWorker(parts, kv_caches, reports_blocks=reports_blocks)
+    return NVMeoFOffloadingWorker(parts, reports_blocks=reports_blocks)

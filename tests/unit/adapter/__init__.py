@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[3]
-_MODEL = {
+MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 128,
@@ -43,7 +43,7 @@ def run_self_test(
     model, pool = scratch / "model", scratch / "pool"
     for folder in (model, pool):
         folder.mkdir()
-    (model / "config.json").write_text(json.dumps(_MODEL))
+    (model / "config.json").write_text(json.dumps(MODEL))
     more = ["stand-ins"] * stand_ins
     done = run(["-m", "tests.unit.adapter.self_test_child", str(model), str(pool), *more], env)
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]

@@ -22,6 +22,7 @@ from vllm_nvmeof_offload.vllm_adapter.groups import (
     geometry_of,
     groups_of,
     rank_groups_of,
+    resumes_at_any_block,
     set_sizes_of,
 )
 
@@ -364,6 +365,33 @@ def test_chunks_longer_than_a_window_are_warned_of(caplog: pytest.LogCaptureFixt
     assert _chosen([_full(), _window(tokens=16)], blocks_per_chunk=5) == 5
     (record,) = caplog.records
     assert "at most 4 blocks per chunk" in record.getMessage()
+
+
+def _replayed() -> Any:
+    """A window that vLLM recomputes after a hit, as in DeepSeek V4.1."""
+    return interface.SlidingWindowMLASpec(
+        **_COMMON, num_kv_heads=1, head_size=8, sliding_window=16, bounded_replay=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "resumes"),
+    [
+        ([_full], True),
+        ([_window], False),
+        ([_local], False),
+        ([_state], False),
+        ([_full, _full], False),
+        ([_full, _window], False),
+        ([_full, _replayed], False),
+    ],
+)
+def test_vllm_resumes_at_any_block_of_one_group_that_keeps_all_tokens(
+    made: list[Any], resumes: bool
+) -> None:
+    """Otherwise vLLM refuses failed blocks, even if it offloads only one of several groups."""
+    groups = [interface.KVCacheGroupSpec([str(at)], one()) for at, one in enumerate(made)]
+    assert resumes_at_any_block(interface.KVCacheConfig(BLOCKS, [], groups)) is resumes
 
 
 def test_a_group_of_context_parallel_ranks_has_longer_blocks() -> None:

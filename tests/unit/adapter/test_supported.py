@@ -138,7 +138,7 @@ def test_unsupported_features_are_refused_by_name(imported_vllm: ImportedVllm) -
     served = (
         *("full", "full without caching", "several widths", "mla", "two groups"),
         *("window", "window among full", "windows of latent attention", "chunked local"),
-        "blocks together",
+        *("replayed", "blocks together"),
         *("state", "window and state", "states only", "states of whole requests"),
     )
     for case in served:
@@ -153,7 +153,6 @@ def test_unsupported_features_are_refused_by_name(imported_vllm: ImportedVllm) -
         "derived, among others": ["org/name", "does not know (2 x Derived)", without],
         "sink": ["org/name", "does not know (2 x SinkFullAttentionSpec)", without],
         "ahead": ["org/name", "attends to later tokens", "unequal KV", without],
-        "replayed": ["org/name", "bounded replay", "--no-swa-bounded-replay", without],
         "heads first": ["VLLM_KV_CACHE_LAYOUT='LHBNC'", "LBHNC"],
         "hosts": ["hisparse_config", "HiSparse"],
         "elastic": ["enable_elastic_ep=True", "fixed number of replicas"],

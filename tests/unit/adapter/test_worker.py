@@ -50,7 +50,7 @@ def _spec(blocks: list[list[int]], firsts: list[int]) -> GPULoadStoreSpec:
 class _Rank:
     """A worker whose KV cache has blocks of random bytes."""
 
-    def __init__(self, *groups: tuple[GroupKind, int]) -> None:
+    def __init__(self, *groups: tuple[GroupKind, int], reports_blocks: bool = False) -> None:
         self.cache = np.random.default_rng(1).integers(1, 256, (BLOCKS, STRIDE), np.uint8)
         base = self.cache.ctypes.data
         self.geometry = CacheGeometry(
@@ -73,7 +73,7 @@ class _Rank:
         self.runner = PipelineRunner(pipeline, waker, io.fileno())
         nothing = cast(Any, SimpleNamespace(close=lambda: None))
         parts = RankWorker(self.runner, self.geometry, self.copy, io, nothing, None, None)
-        self.worker = NVMeoFOffloadingWorker(parts)
+        self.worker = NVMeoFOffloadingWorker(parts, reports_blocks=reports_blocks)
         self._op = 0
 
     def close(self) -> None:
@@ -199,41 +199,31 @@ def test_a_failed_load_of_several_groups_names_the_request(rank: _Rank) -> None:
 
 
 @pytest.mark.parametrize(
-    ("groups", "blocks", "requests"),
-    [
-        ([FULL], {22}, set()),
-        ([WINDOW], set(), {"request 2"}),
-        ([STATE], set(), {"request 2"}),
-    ],
+    ("reports_blocks", "blocks", "requests"), [(True, {22}, set()), (False, set(), {"request 2"})]
 )
-def test_one_group_of_full_attention_names_its_blocks(
-    groups: list[tuple[GroupKind, int]], blocks: set[int], requests: set[str]
+def test_a_failed_load_names_blocks_or_its_request(
+    reports_blocks: bool, blocks: set[int], requests: set[str]
 ) -> None:
-    """vLLM computes on from the first of them; of a window the tokens before it are missing."""
-    rank = _Rank(*groups)
+    rank = _Rank(FULL, reports_blocks=reports_blocks)
     try:
-        assert rank.store([[0]], [[0] if groups == [STATE] else [0, 1]], [0]) == [True]
-        ids = [20, 21] if groups == [STATE] else [20, 21, 22]
-        assert rank.load([[0, -1]], [ids], [0]) == [True, False]
+        assert rank.store([[0]], [[0, 1]], [0]) == [True]
+        assert rank.load([[0, -1]], [[20, 21, 22]], [0]) == [True, False]
         assert rank.worker.take_invalid_blocks() == blocks
         assert rank.worker.take_failed_requests() == requests
     finally:
         rank.close()
 
 
-@pytest.mark.parametrize("groups", [[FULL], [WINDOW]])
-def test_a_failure_that_vllm_has_reported_too_is_not_reported_again(
-    groups: list[tuple[GroupKind, int]],
-) -> None:
-    rank = _Rank(*groups)
+@pytest.mark.parametrize("reports_blocks", [True, False])
+def test_a_failure_that_vllm_has_reported_too_is_not_reported_again(reports_blocks: bool) -> None:
+    rank = _Rank(FULL, reports_blocks=reports_blocks)
     try:
         assert rank.load([[-1]], [[20, 21]], [0]) == [False]
         rank.worker.forget_failures({"request 1"})
         assert rank.load([[-1]], [[22, 23]], [0]) == [False]
         rank.worker.forget_failures({"request 1", "another"})
-        whole = groups == [FULL]
-        assert rank.worker.take_invalid_blocks() == ({22, 23} if whole else set())
-        assert rank.worker.take_failed_requests() == (set() if whole else {"request 2"})
+        assert rank.worker.take_invalid_blocks() == ({22, 23} if reports_blocks else set())
+        assert rank.worker.take_failed_requests() == (set() if reports_blocks else {"request 2"})
     finally:
         rank.close()
 

@@ -141,7 +141,7 @@ def test_groups_are_those_of_vllms_planner(version: str, name: str) -> None:
 
 @pytest.mark.parametrize("version", RELEASES)
 def test_windows_are_stored_where_vllm_does_not_compute_them_again(version: str) -> None:
-    """The refusal's remedy works: only rings, which vLLM's prefix cache lacks, are not stored."""
+    """Without bounded replay, only rings, which vLLM's prefix cache lacks, are not stored."""
     specs = itertools.chain.from_iterable(FAMILIES["DEEPSEEK_V4_1"].layers)
     rings = {at for at, spec in enumerate(specs) if spec["class"] == "CircularBufferSpec"}
     assert rings

@@ -126,9 +126,6 @@ class KvSizes:
     @property
     def refusal(self) -> Refusal | None:
         """Return why the server would refuse the model, or None if no reason is known."""
-        if any(c.kind is LayerKind.WINDOW and not c.stored for c in self.model.caches):
-            what = "windows that vLLM recomputes after a hit (bounded replay)"
-            return Refusal(what, "add --no-swa-bounded-replay to vLLM's options")
         if not self.plan.stored:
             what = "a model without KV that vLLM can offload"
             return Refusal(what, "serve this model without offloading")
