@@ -112,7 +112,8 @@ def spec_of(row: Case, case: Case, vllm_config: Any) -> Any:
     given = {name: value for name, value in row.items() if name != "class"}
     given.setdefault("block_size", vllm_config.cache_config.block_size)
     given["dtype"] = dtype_of(given["dtype"])
-    given["num_kv_heads"] = max(1, given["num_kv_heads"] // case["tp"])
+    if row["class"] != "CircularBufferSpec":  # every rank has whole rings
+        given["num_kv_heads"] = max(1, given["num_kv_heads"] // case["tp"])
     if "cache_role" in given:
         given["cache_role"] = interface.SparseCacheRole(given["cache_role"])
     return getattr(interface, row["class"])(**given)
@@ -128,7 +129,10 @@ def align_states(case: Case, vllm_config: Any) -> None:
     from vllm.platforms.interface import Platform
     from vllm.v1.attention.backend import MultipleOf
 
-    attention = next(row for row in rows if row["class"] != "MambaSpec")
+    others = ("MambaSpec", "CircularBufferSpec")
+    attention = next(
+        row for row in rows if row["class"] not in others and row.get("cache_role") != "indexer"
+    )
     model = vllm_config.model_config
     model.get_num_kv_heads = lambda parallel: max(1, attention["num_kv_heads"] // case["tp"])
     model.get_head_size = lambda: attention["head_size"]

@@ -22,7 +22,8 @@ _QUOTED = "config.json of the model, as tests of several public repositories quo
 @dataclass(frozen=True)
 class Family:
     """block_tokens: of a block before vLLM adapts it to states. parallel: sizes of tensor
-    parallelism that the test plans."""
+    parallelism that the test plans. not_sized: words of the error with which our own plan refuses
+    the configuration; the server takes vLLM's plan, and may serve the model."""
 
     model: str
     source: str
@@ -30,6 +31,7 @@ class Family:
     layers: list[list[Spec]]
     block_tokens: int = 16
     parallel: tuple[int, ...] = (1, 4)
+    not_sized: str = ""
 
 
 def full(heads: int, size: int, value: int | None = None) -> Spec:
@@ -67,6 +69,16 @@ def keys(width: int = 132, dtype: str = "uint8", **more: Any) -> Spec:
     return latent(width, dtype, cache_role="indexer", **more)
 
 
+def ring(tokens: int, width: int, heads: int = 1, **more: Any) -> Spec:
+    """The last tokens' rows, one block per request."""
+    return full(heads, width) | {
+        "class": "CircularBufferSpec",
+        "head_size_v": 0,
+        "block_size": tokens,
+        **more,
+    }
+
+
 def state(calculator: str, arguments: Config, *dtypes: str) -> Spec:
     """A state whose shapes vLLM's own calculator gives."""
     return {
@@ -81,6 +93,16 @@ def every(count: int, period: int, others: Spec, one: Spec, at: int) -> list[lis
     """`count` layers, of which those with index ≡ at (mod period) are `one`."""
     return [[one if layer % period == at else others] for layer in range(count)]
 
+
+LLAMA_3 = Family(
+    "meta-llama/Llama-3.1-8B-Instruct",
+    _HUB,
+    {
+        "model_type": "llama", "num_hidden_layers": 32, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "hidden_size": 4096,
+    },
+    [[full(8, 128)]] * 32,
+)  # fmt: skip
 
 # -- windows and local chunks ---------------------------------------------------------------------
 
@@ -150,6 +172,16 @@ STEP = Family(
         "layer_types": ["full_attention", *["sliding_attention"] * 3] * 12,
     },
     every(45, 4, window(512, 8, 128), full(8, 128), at=0),
+)  # fmt: skip
+MUSE_GLIMMER = Family(
+    "meta-models/Muse-Glimmer-30B",
+    _TRANSFORMERS,
+    {
+        "model_type": "muse_glimmer_text", "num_hidden_layers": 52, "num_attention_heads": 32,
+        "num_key_value_heads": 2, "head_dim": 128, "hidden_size": 6656, "sliding_window": 2048,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 13,
+    },
+    every(52, 4, window(2048, 2, 128), full(2, 128), at=3),
 )  # fmt: skip
 MISTRAL = Family(
     "mistralai/Mistral-7B-v0.1",
@@ -345,6 +377,43 @@ GLM_5 = Family(
     [[keys(), latent()]] * 78,
     block_tokens=64,
 )  # fmt: skip
+GLM_5_3_FLASH = Family(
+    "zai-org/GLM-5.3-Flash",
+    f"{_TRANSFORMERS}; tokens per pooled key as public readers of its config.json require; forms "
+    "of the caches from vLLM 0.33's model",
+    {
+        "model_type": "glm5_next",
+        "text_config": {
+            "model_type": "glm5_next_text", "num_hidden_layers": 45, "hidden_size": 4096,
+            "num_attention_heads": 64, "num_key_value_heads": 64, "kv_lora_rank": 512,
+            "qk_rope_head_dim": 0, "qk_nope_head_dim": 256, "v_head_dim": 256,
+            "index_head_dim": 128, "index_kpool": 4, "linear_head_dim": 128,
+            "linear_num_heads": 64, "linear_conv_kernel_dim": 4,
+            "layer_types": [
+                "indexed_attention" if layer % 4 == 3 else "linear_attention"
+                for layer in range(45)
+            ],
+        },
+    },
+    [
+        [
+            keys(tokens_per_state=4),
+            ring(4, 128, heads=2),
+            latent(512),
+        ]
+        if layer % 4 == 3
+        else [
+            state(
+                "kda",
+                {"num_heads": 64, "head_dim": 128, "conv_kernel_size": 4},
+                "bfloat16",
+                "float32",
+            )
+        ]
+        for layer in range(45)
+    ],
+    block_tokens=256,
+)  # fmt: skip
 MINIMAX_M3 = Family(
     "MiniMaxAI/MiniMax-M3",
     "defaults of vLLM 0.33's configuration class, which mirror the checkpoint",
@@ -417,14 +486,7 @@ DEEPSEEK_V4 = Family(
     block_tokens=256,
 )  # fmt: skip
 _V41_WINDOW = _v4_window(32, 528, 512, bounded_replay=True, block_stride_alignment=528)
-_V41_RING = {
-    "class": "CircularBufferSpec",
-    "num_kv_heads": 1,
-    "head_size": 1024,
-    "head_size_v": 0,
-    "dtype": "float32",
-    "block_size": 8,
-}
+_V41_RING = ring(8, 1024, dtype="float32")
 
 
 def _v41_layer(layer: int) -> list[Spec]:
@@ -457,4 +519,90 @@ DEEPSEEK_V4_1 = Family(
     block_tokens=256,
 )  # fmt: skip
 
-FAMILIES = {name: one for name, one in globals().items() if isinstance(one, Family)}
+# -- caches that our own plan does not size -------------------------------------------------------
+
+
+def _conv_window(heads: int, width: int) -> Spec:
+    """The last inputs of Inkling's convolutions: a window of four tokens in blocks of four."""
+    return window(4, heads, width) | {"head_size_v": 0, "block_size": 4}
+
+
+INKLING = Family(
+    "thinkingmachines/Inkling",
+    f"{_TRANSFORMERS} (one full layer in six is assumed); forms from vLLM 0.33's model",
+    {"model_type": "inkling", "num_hidden_layers": 66, "sconv_kernel_size": 4},
+    [
+        [full(8, 128), _conv_window(8, 2048)]
+        if layer % 6 == 5
+        else [window(512, 16, 128), _conv_window(16, 1024)]
+        for layer in range(66)
+    ],
+    not_sized="does not size windows of convolutions",
+)
+DOTS3_NOTE = Family(
+    "dots-studio/dots3-note-prev",
+    "kinds of layers from vLLM 0.33's model; widths of DeepSeek V3 and a window are assumed",
+    {
+        "model_type": "dots3_note", "num_hidden_layers": 32, "hidden_size": 4096,
+        "sliding_window": 1024, **_LATENT,
+        "layer_types": [*["sliding_attention"] * 3, "full_attention"] * 8,
+    },
+    every(
+        32,
+        4,
+        latent() | {"class": "SlidingWindowMLASpec", "sliding_window": 1024},
+        latent(),
+        at=3,
+    ),
+    block_tokens=64,
+    not_sized="windows of latents are not sized",
+)  # fmt: skip
+QWEN3_8_FLASH_NEXT = Family(
+    "Qwen/Qwen3.8-Flash-Next",
+    f"{_TRANSFORMERS} as Qwen4-Exp; ratio and forms of the caches from vLLM 0.33's model and tests",
+    {"model_type": "qwen4_exp_text", "num_hidden_layers": 40, "ple_conv_kernel_size": 4},
+    [
+        [
+            full(2, 256),
+            latent(128, tokens_per_state=4),
+            ring(4, 128),
+        ]
+        if layer % 4 == 3
+        else [
+            state("gated_delta_net", _GATED_DELTA, "bfloat16", "float32"),
+            *[state("short_conv", {"intermediate_size": 8192, "conv_kernel": 4}, "bfloat16")]
+            * (layer == 0),
+        ]
+        for layer in range(40)
+    ],
+    parallel=(1,),
+    not_sized="does not size states of several shapes",
+)
+STEP_5 = Family(
+    "stepfun-ai/Step-5-Preview",
+    "defaults of vLLM 0.33's configuration class; layers and windows as in Step 3.5; forms of the "
+    "caches from vLLM 0.33's model",
+    {
+        "model_type": "step5", "num_hidden_layers": 48, "num_attention_heads": 40,
+        "num_attention_groups": 8, "hidden_size": 5120, "sliding_window": 512,
+        "sparse_config": {"enabled": True},
+        "layer_types": ["full_attention", *["sliding_attention"] * 3] * 12,
+    },
+    [
+        [
+            full(8, 128),
+            full(1, 256) | {"head_size_v": 0, "dtype": "uint8", "tokens_per_state": 8},
+            ring(64, 2048, block_stride_alignment=1024),
+        ]
+        if layer % 4 == 0
+        else [window(512, 8, 128)]
+        for layer in range(48)
+    ],
+    block_tokens=64,
+    parallel=(1,),
+    not_sized="does not size summaries of sparse attention",
+)  # fmt: skip
+
+_ALL = {name: one for name, one in globals().items() if isinstance(one, Family)}
+FAMILIES = {name: one for name, one in _ALL.items() if not one.not_sized}
+NOT_SIZED = {name: one for name, one in _ALL.items() if one.not_sized}

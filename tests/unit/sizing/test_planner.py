@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.sizing.families import FAMILIES, Family
+from tests.unit.sizing.families import FAMILIES, NOT_SIZED, Family
 from tests.upstream import suite
 from tests.upstream.releases import ReleaseUnavailableError, release
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
@@ -69,7 +69,7 @@ def vllms(version: str) -> dict[str, list[Any]]:
         tree = release(version)
     except ReleaseUnavailableError as error:
         pytest.skip(f"vLLM {version}'s planner cannot be had: {error}")
-    families = {**FAMILIES, REPLAY_OFF: stored_windows(FAMILIES["DEEPSEEK_V4_1"])}
+    families = {**FAMILIES, **NOT_SIZED, REPLAY_OFF: stored_windows(FAMILIES["DEEPSEEK_V4_1"])}
     asked = [(name, arm) for name, family in families.items() for arm in arms(family)]
     done = subprocess.run(
         [sys.executable, "-m", "tests.upstream.planner_child"],
@@ -137,6 +137,20 @@ def test_groups_are_those_of_vllms_planner(version: str, name: str) -> None:
                 KvSizes(model, deployment)
             continue
         assert described(KvSizes(model, deployment)) == expected, (layout, tp, pp)
+
+
+@pytest.mark.parametrize("version", RELEASES)
+@pytest.mark.parametrize("name", NOT_SIZED)
+def test_the_server_takes_a_plan_that_we_cannot_make(version: str, name: str) -> None:
+    family = NOT_SIZED[name]
+    with pytest.raises(ConfigError, match=family.not_sized):
+        parse_model(family.config, family.model)
+    plans = dict(zip(arms(family), vllms(version)[name], strict=True))
+    for (layout, *sizes), plan in plans.items():
+        if layout == "BLHNC":
+            assert not plan["server"]["refused"], sizes
+            stored = [at for at, group in enumerate(plan["groups"]) if group["stored"]]
+            assert [group[0] for group in plan["server"]["groups"]] == stored
 
 
 @pytest.mark.parametrize("version", RELEASES)

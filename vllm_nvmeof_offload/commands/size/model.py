@@ -34,10 +34,10 @@ _FILE_BYTES_MAX = 64 << 20
 #: Keys of models with data in their layers that this module cannot size, and a name for that data.
 _NOT_SIZED = {
     "block_configs": "heads that differ from layer to layer",
-    "index_kpool": "pooled index keys",
     "indexer_compress_ratio": "compressed index keys",
     "ple_conv_kernel_size": "states of several shapes",
     "sconv_kernel_size": "windows of convolutions",
+    "sparse_config": "summaries of sparse attention",
     "layer_group_size": "linear attention in groups of layers",
 }
 #: Prefixes of keys that describe states.
@@ -247,6 +247,10 @@ _CACHES = {
     "state": "STATE",
     "keys": f"INDEXER {_KEYS}",
     "minimax_keys": "INDEXER key_width=sparse_index_dim|index_head_dim element_bytes=2",
+    # GLM-5.3-Flash: one key for several tokens, and the raw keys and scores of tokens without one.
+    "pooled_keys": f"INDEXER {_KEYS} tokens_per_entry=index_kpool",
+    "pooled_ring": "RING key_width=2*index_head_dim element_bytes=2 block_tokens=index_kpool "
+    "stored=0",
     "v4_window": f"WINDOW {_V4} reach_tokens=sliding_window block_tokens=64",
     "v4_entries": f"LATENT {_V4} tokens_per_entry=ratio",
     "v4_keys": f"INDEXER {_V4} {_KEYS} tokens_per_entry=ratio",
@@ -509,6 +513,8 @@ def _indexers(text: Config, layers: int) -> tuple[str, list[bool]]:
         return "minimax_keys", [one == "minimax_m3_sparse" for one in types]
     if not text.get("index_head_dim"):
         return "", []
+    if text.get("index_kpool"):
+        return "pooled_keys pooled_ring", [True] * layers
     if isinstance(topk_types, list):
         return "keys", [one == "full" for one in topk_types]
     if pattern := text.get("index_topk_pattern"):
