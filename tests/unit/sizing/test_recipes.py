@@ -16,8 +16,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from tests.archives import opened
+
 from tests.fabric.rig.packages import locked
 from tests.unit.sizing.families import FAMILIES, NOT_SIZED
 from tests.upstream.releases import ReleaseUnavailableError, cache_place, fetch
