@@ -271,6 +271,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
+        if self._manager.is_attached:
+            return  # vLLM 0.33 repeats the handshake after sleep, with nothing new in it
         hellos = []
         for handshake in metadata.values():
             assert isinstance(handshake, NVMeoFHandshake)

@@ -123,3 +123,14 @@ def test_the_connector_submits_postponed_jobs_first() -> None:
     connector.unregister_kv_caches()
     connector.restore_kv_caches()
     assert did == ["submit", "sleep", "wake"]
+
+
+def test_a_handshake_that_is_repeated_after_sleep_changes_nothing() -> None:
+    """vLLM 0.33 repeats it with each wake-up; the tiers must outlive that."""
+
+    class Connector(NVMeoFOffloadingConnector):
+        _manager: Any = SimpleNamespace(is_attached=True)
+
+        def __init__(self) -> None: ...
+
+    Connector().set_xfer_handshake_metadata_pp_aware({})

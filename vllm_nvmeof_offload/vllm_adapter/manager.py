@@ -165,6 +165,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
         assert self._core is not None, "vLLM delivers the handshake before any request"
         return self._core
 
+    @property
+    def is_attached(self) -> bool:
+        """Whether the core has been created."""
+        return self._core is not None
+
     # -- look-up and jobs -------------------------------------------------------------
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
