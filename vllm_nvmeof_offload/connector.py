@@ -45,7 +45,7 @@ from vllm_nvmeof_offload.vllm_adapter.configure import choose_blocks_per_chunk, 
 from vllm_nvmeof_offload.vllm_adapter.deployment import deployed
 from vllm_nvmeof_offload.vllm_adapter.groups import LayerCaches, groups_of, keep_boundaries
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
-from vllm_nvmeof_offload.vllm_adapter.new_weights import OldKV, logged_in_one_line
+from vllm_nvmeof_offload.vllm_adapter.new_weights import OldKV, PausedTiers, logged_in_one_line
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, key_bytes_of, timed
 from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings
 from vllm_nvmeof_offload.vllm_adapter.supported import count_nodes, refuse_unsupported, replica_of
@@ -148,6 +148,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             self._trusts_weight_version = config.trust_weight_version
             self._view = SchedulerView(self.scheduler, self._groups, lambda: self._kv_cache_manager)
             self._old_kv = OldKV(self._manager.suspension, self._view)
+            self.paused = PausedTiers(self._manager)
             new_weights.install(EngineCore)
             new_weights.end_with_parent()
             self._test_unknown(vllm_config)
@@ -307,6 +308,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
+        if self.paused.is_due and not self.paused.compare():
+            self._invalidate()
         local, theirs = num_computed_tokens, super().get_num_new_matched_tokens
         cap = self._max_loadable_tokens(request, local)
         found, later = self._view.look_up(request, local, cap, theirs)
@@ -338,6 +341,9 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     @timed
     def build_connector_meta(self, scheduler_output: Any, **more: Any) -> KVConnectorMetadata:
+        if self.paused.undecided and scheduler_output.total_num_scheduled_tokens:
+            self.paused.give_up()  # vLLM did not look this step's requests up
+            self._manager.reset_cache()
         self._manager.step_scheduled(scheduler_output)
         self._old_kv.step(scheduler_output.preempted_req_ids or ())
         meta = super().build_connector_meta(self._without_resumed(scheduler_output), **more)
@@ -395,6 +401,11 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return super().get_kv_connector_stats()
 
     def reset_cache(self) -> bool | None:
+        is_kept = self.paused.keep(has_jobs=bool(self.scheduler._jobs))
+        return True if is_kept else self._invalidate()
+
+    def _invalidate(self) -> bool | None:
+        """Drop all chunks, and vLLM's state about them."""
         # vLLM asserts that a step was scheduled since the last reset: false in a paused engine.
         to_flush = self.scheduler._current_batch_jobs_to_flush
         kept = set(to_flush)
@@ -417,7 +428,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
         """Record that vLLM made `call`, which changes weights (`known`) or may do so."""
         if self._manager.weights_may_have_changed(known=known):
-            self.reset_cache()
+            if not self.paused.undecided:
+                self.reset_cache()
             self._old_kv.began(call, self.scheduler._req_status, known=known)
 
     @property
@@ -429,7 +441,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         """Record that all ranks have this version of the weights, as the operator states (see
         `new_weights`). Return a text that states the consequences."""
         if self._manager.name_weights(version):
-            self.reset_cache()
+            if not self.paused.undecided:
+                self.reset_cache()
             # The weight change may have gone unnoticed.
             call = f"the update to {version!r}"
             self._old_kv.began(call, self.scheduler._req_status, known=True)

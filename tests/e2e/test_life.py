@@ -103,9 +103,8 @@ def test_sleep_while_loads_run(server: Server, scene: rig.Scene, level: int) -> 
     rig.while_loads_run(server, scene, sleep)
     before = rig.metrics(server)
     assert rig.tokens_of(server, scene.prompts[::2]) == scene.old[::2]
-    assert rig.grown(server, before, HITS) == 0, "sleep clears every cache"
+    assert rig.grown(server, before, HITS) > 0, "the weights are those from before sleep"
     assert rig.returning(server, scene.prompts[::2]) == scene.old[::2]
-    assert rig.grown(server, before, HITS) > 0
 
 
 def test_resets_while_loads_and_stores_run(server: Server, scene: rig.Scene) -> None:

@@ -635,6 +635,20 @@ class ManagerCore:
         self._tag, self._is_named = tag, True
         return True
 
+    @property
+    def name(self) -> tuple[bytes, bool]:
+        """The weights' share tag, empty if they have no name, and whether a reset keeps it."""
+        return self._tag, self._is_named
+
+    @name.setter
+    def name(self, name: tuple[bytes, bool]) -> None:
+        self._tag, self._is_named = name
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether any rank still copies chunks from GPU memory."""
+        return any(op.kind is OpKind.STORE for op in self._ledger)
+
     def reset(self, *, same_weights: bool = False) -> bool:
         """Drop every entry, on disk too. Slots become free as the ranks release them.
 

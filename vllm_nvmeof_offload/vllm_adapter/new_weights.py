@@ -17,6 +17,10 @@ not verified. It can be given in a call of ours, which `collective_rpc` answers 
 in an extra argument of the call that completes the update, removed before the workers get the call;
 or, if configured, in vLLM's own `EngineCore.set_weight_version`, which some releases lack.
 
+**Pause and sleep.** vLLM resets its connectors in each pause that clears caches, because the
+weights may change meanwhile. The weights usually stay, so `EngineCore._reset_caches` is wrapped and
+`PausedTiers` compares the weights in memory. Without that method, each pause invalidates the tiers.
+
 **Death of the API server.** vLLM's engine process outlives a killed API server. The engine then
 serves no requests, but keeps its memory, its GPU and the lock on its pool, so that the next server
 would start with an empty pool. It therefore exits too, unless it runs in its user's own process.
@@ -41,7 +45,7 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import ConfigError, IntegrationError, OffloadError
 from vllm_nvmeof_offload.manager.requests import Suspension
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView
-from vllm_nvmeof_offload.vllm_adapter.weights import Adapters, stamp_of
+from vllm_nvmeof_offload.vllm_adapter.weights import Adapters, stamp_of, weights_fingerprint
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -74,7 +78,7 @@ WHOLE = frozenset({"load_model", "reload_weights", "finish_weight_update"})
 _CHARACTERS_MAX = 128
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+=-]*")
 #: Methods of vLLM's `EngineCore` that not every release has.
-_OPTIONAL = frozenset({"set_weight_version"})
+_OPTIONAL = frozenset({"set_weight_version", "_reset_caches"})
 
 
 def install(engine_core: _Class) -> _Class:
@@ -87,6 +91,7 @@ def install(engine_core: _Class) -> _Class:
         ("add_lora", _watch_adapters),
         ("add_request", _watch_requests),
         ("set_weight_version", _watch_versions),
+        ("_reset_caches", _watch_pauses),
     ):
         stock = getattr(engine_core, name, None)
         if stock is None and name in _OPTIONAL:
@@ -190,6 +195,31 @@ def _watch_versions(stock: Callable[..., Any]) -> Callable[..., Any]:
     return set_weight_version
 
 
+def _watch_pauses(stock: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(stock)
+    def _reset_caches(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as pauses:
+            for one in _connectors_with(self, "paused"):
+                one.paused.read = functools.partial(_fingerprints, self)
+                pauses.enter_context(one.paused.pausing())
+            return stock(self, *args, **kwargs)
+
+    return _reset_caches
+
+
+def _fingerprints(engine_core: Any) -> list[str] | None:
+    """Return the fingerprint of each rank's weights, or None if one is unknown. Blocks."""
+    executor = engine_core.model_executor
+    if executor.is_sleeping:
+        return None  # their memory may be unmapped
+    try:
+        ranks: list[str] = executor.collective_rpc(weights_fingerprint)
+    except Exception as error:  # noqa: BLE001 - whatever a worker raised
+        logger.warning("the weights in memory cannot be compared: %s", error)
+        return None
+    return ranks if ranks and all(ranks) else None
+
+
 def _watch_adapters(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def add_lora(self: Any, lora_request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -212,6 +242,10 @@ def _watch_adapters(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _watch_requests(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        if "_nvmeof_reads" not in vars(self):
+            self._nvmeof_reads = True
+            for one in _connectors_with(self, "paused"):
+                one.paused.read = functools.partial(_fingerprints, self)
         lora = getattr(request, "lora_request", None)
         new = lora is not None and not _adapters(self).knows(lora)
         if new and _adapters(self).note(lora, stamp_of(lora)):
@@ -249,6 +283,78 @@ def _connectors(connector: Any) -> Iterator[Any]:
     yield connector
     for child in getattr(connector, "sub_connectors", None) or ():
         yield from _connectors(child)
+
+
+class PausedTiers:
+    """Keeps both tiers over a pause or sleep in which the weights stay the same.
+
+    The ranks' weights are compared bit by bit: before the first look-up after the pause, with those
+    before the first look-up after the last reset or the start. So a change that bypasses vLLM is
+    noticed too. During the pause nothing is looked up or stored, so an update need not invalidate
+    anything yet, nor need a crash: chunks on disk are those of the weights that their tag names.
+
+    Both tiers become invalid if the weights differ or cannot be compared, if they got another name
+    during the pause, or if a copy from GPU memory was in progress, because sleep unmaps it.
+    """
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+        #: Returns the ranks' fingerprints, or None if unknown. Set when the engine is known.
+        self.read: Callable[[], list[str] | None] = lambda: None
+        self.undecided = False  # whether the tiers are kept, but the weights not compared yet
+        self._is_pausing = False
+        self._is_read = False  # whether `_weights` has been read since the last reset
+        self._weights: list[str] | None = None  # those of all chunks; None if unknown
+        self._name = (b"", False)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether `compare` must precede the next look-up."""
+        return self.undecided or not self._is_read
+
+    @contextlib.contextmanager
+    def pausing(self) -> Iterator[None]:
+        """Treat a reset in this context as a pause's."""
+        self._is_pausing = True
+        try:
+            yield
+        finally:
+            self._is_pausing = False
+
+    def keep(self, *, has_jobs: bool) -> bool:
+        """Return whether vLLM's present reset invalidates nothing yet. `has_jobs`: vLLM awaits
+        transfers."""
+        manager = self._manager
+        if not self._is_pausing:
+            self.give_up()  # somebody has asked for this reset
+        elif not self.undecided and manager.is_attached:
+            if not self._is_read:
+                self._weights, self._is_read = self.read(), True
+            self.undecided = not (self._weights is None or has_jobs or manager.core.is_storing)
+            self._is_read = self.undecided
+            self._name = manager.core.name
+        return self.undecided
+
+    def give_up(self) -> None:
+        """Stop keeping the tiers. A reset must follow."""
+        self.undecided = self._is_read = False
+
+    def compare(self) -> bool:
+        """Compare the weights after a pause, or read those of the next chunks. Return whether the
+        tiers stay valid; if not, all chunks must be dropped. Blocks until the ranks have answered,
+        once per start, reset or pause."""
+        core, before, was_undecided = self._manager.core, self._weights, self.undecided
+        self._weights, self._is_read, self.undecided = self.read(), True, False
+        if not was_undecided:
+            return True
+        renamed = core.name[0] not in (b"", self._name[0])
+        if self._weights == before and not renamed:
+            core.name = self._name
+            logger.info("the weights are those from before the pause: all offloaded KV stays valid")
+            return True
+        if not renamed:
+            self._manager.weights_may_have_changed(known=True)
+        return False
 
 
 #: The start of vLLM's name for its engine process; a number may follow.

@@ -172,7 +172,8 @@ class _Connector(NVMeoFOffloadingConnector):
 
     def __init__(self) -> None:
         self._spent_s = 0.0
-        self._view = self._old_kv = MagicMock()  # type: ignore[assignment]
+        self._view = self._old_kv = self.paused = MagicMock()  # type: ignore[assignment]
+        self.paused.undecided = False  # type: ignore[misc]
 
 
 _METADATA = NVMeoFConnectorMetadata({}, {})

@@ -28,7 +28,7 @@ from vllm_nvmeof_offload.manager.requests import WaitingRequests
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import OpReport, RankHello, RateReport
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
-from vllm_nvmeof_offload.vllm_adapter.new_weights import OldKV
+from vllm_nvmeof_offload.vllm_adapter.new_weights import OldKV, PausedTiers
 from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, key_bytes_of
 
 BLOCK_TOKENS, BLOCKS_PER_CHUNK = 16, 2
@@ -266,6 +266,7 @@ class Engine:
         connector._bounding_group_ids = ()
         connector._view = SchedulerView(side, groups, lambda: None)
         connector._old_kv = OldKV(self.manager.suspension, connector._view)
+        connector.paused = PausedTiers(self.manager)
         of_rank = tuple(RankGroup(group, 1 << 15) for group in groups)
         hello = RankHello(0, 0, "k", slots, pool_slots, 1, 1 << 16, of_rank, remote=remote)
         self.manager.attach([hello], KEY_BYTES, groups, connector._view.queue(by_priority=False))
