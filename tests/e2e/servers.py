@@ -463,6 +463,8 @@ def whole_tokens(prompts: Iterable[Sequence[int]]) -> int:
 FEW_PROMPTS = 6
 NEW_SHAPE = replace(SHAPE, seed=77)
 _WEIGHTS = "model.safetensors"
+#: A file in a model's directory, for `sleeping_worker`: the model whose weights a trainer brings.
+TRAINED = "trained"
 
 
 @dataclass(frozen=True)
