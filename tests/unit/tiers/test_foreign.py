@@ -10,14 +10,12 @@ from tests.unit.follow.foreign_rig import COMPLETE, DEAD, NONE, SCANNING, Others
 from vllm_nvmeof_offload.native import Batch, Tiers, Whereabouts
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
-    RELEASED,
-    owner_of,
     place_of,
 )
 
 TAG, OTHER_TAG = b"t" * 16, b"o" * 16
 LOAD, WRITE, FETCH = 1, 2, 3
-OK, IO_ERROR, STALE, CANCELLED = 0, 1, 3, 5
+OK, IO_ERROR, STALE = 0, 1, 3
 MISS, CPU, POOL, SHARED = range(4)
 FROM_CPU, FROM_POOL = 1, 2
 
@@ -187,18 +185,6 @@ def test_a_row_that_could_not_be_read_is_refused_for_half_a_minute(
     assert bench.source(1) == SHARED
 
 
-def test_a_refused_row_is_accepted_after_its_time_and_after_a_reset() -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    bench.report(bench.load(0), STALE)
-    bench.foreign.set_time(30.0)
-    assert bench.source() == SHARED
-    bench.report(bench.load(0), STALE)
-    bench.tiers.reset()
-    bench.others.owner(1, version=1)
-    assert bench.source() == SHARED
-
-
 def test_refused_rows_are_bounded() -> None:
     """The 4,096 newest ones are kept. Of many owners, so that none is distrusted."""
     bench = Bench()
@@ -211,13 +197,6 @@ def test_refused_rows_are_bounded() -> None:
     assert sources == [SHARED] * 104 + [MISS] * 4_096
 
 
-def test_a_cancelled_borrow_is_tried_again() -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    bench.report(bench.load(0), CANCELLED)
-    assert (len(bench.tiers), bench.source(), bench.tiers.cache_taken) == (0, SHARED, 0)
-
-
 def test_failed_borrows_wear_no_slot_and_doom_nothing_of_ours() -> None:
     bench = Bench(slot_errnos=[True] * 134, ranks=1)
     bench.others.offer(key(0), 5)
@@ -228,17 +207,6 @@ def test_failed_borrows_wear_no_slot_and_doom_nothing_of_ours() -> None:
         bench.tiers.reset()
         bench.others.owner(1, version=bench.others.writer.version_asked)
     assert bench.tiers.pool_retired == 0
-
-
-def test_an_own_chunk_stays_although_another_engines_copy_of_it_fails() -> None:
-    """It was stored while the load streamed the other copy."""
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    batch = bench.load(0, land_max=0)
-    stored, *_ = bench.tiers.plan_store([key(0)], None, 100)
-    bench.report(stored, OK, kind=0)
-    bench.report(batch, STALE)
-    assert bench.source() == CPU
 
 
 def test_an_owner_of_whose_chunks_many_fail_is_distrusted_for_half_a_minute() -> None:
@@ -290,17 +258,6 @@ def test_a_borrowed_chunk_has_no_place_and_is_not_written() -> None:
     assert bench.tiers.take_counts()[-2:] == (1, 1)
 
 
-def test_another_load_waits_at_the_gate_of_a_borrow() -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    first, second = bench.load(0), bench.load(0)
-    assert (second.places.tolist(), second.cache.tolist()) == ([-1], [0])
-    bench.report(second, STALE)  # it was cut off before the fill
-    assert bench.source() == CPU
-    bench.report(first, OK)
-    assert bench.tiers.entries()[0][0] == 2
-
-
 def test_a_chunk_borrowed_twice_in_one_generation_is_two_fills() -> None:
     """The first fill, of a cancelled fetch, is reported after the second has begun."""
     bench = Bench()
@@ -319,18 +276,6 @@ def test_a_chunk_borrowed_twice_in_one_generation_is_two_fills() -> None:
     assert row >= 0
 
 
-def test_the_failure_of_an_older_copy_leaves_the_new_one() -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    fill = bench.load(0)
-    waits = bench.load(0)  # at its gate
-    bench.report(fill, CANCELLED)
-    again = bench.load(0)
-    bench.report(waits, IO_ERROR)
-    bench.report(again, OK)
-    assert bench.source(0, FROM_CPU) == CPU
-
-
 def test_an_intended_borrow_is_dropped_without_a_trace() -> None:
     bench = Bench(cache=1)
     bench.others.offer(key(0), 5)
@@ -339,14 +284,6 @@ def test_an_intended_borrow_is_dropped_without_a_trace() -> None:
     bench.tiers.drop_fetch(0, row)
     assert (bench.tiers.fetches_intended, bench.tiers.cache_taken, len(bench.tiers)) == (0, 0, 0)
     assert bench.source() == SHARED
-
-
-def test_a_fetch_of_what_is_gone_by_now_begins_nothing() -> None:
-    bench = Bench()
-    place = bench.others.offer(key(0), 5)
-    bench.others.writer.remove(key(0), place, 1)
-    assert bench.tiers.begin_fetch(key(0), 0) is None
-    assert bench.load(0).places.tolist() == [-1]
 
 
 def test_borrowed_chunks_are_used_in_prefix_order() -> None:
@@ -434,49 +371,6 @@ def test_a_chunk_is_written_once_its_owner_has_lost_it_and_two_requests_used_it(
     assert bench.written() == []
 
 
-@pytest.mark.parametrize("comes", ["borrow", "store"])
-def test_a_chunk_that_was_used_once_is_not_written(comes: str) -> None:
-    bench = DedupeBench()
-    getattr(bench, comes)()
-    bench.withdraw()
-    bench.report(bench.load(0), OK)
-    bench.use()
-    bench.report(bench.load(0), OK)
-    assert bench.written() == []
-    bench.use()
-    assert len(bench.written()) == 1
-
-
-def test_a_load_of_a_chunk_that_was_used_twice_asks_too() -> None:
-    bench = DedupeBench()
-    bench.borrow()
-    bench.use(2)
-    bench.withdraw()
-    bench.load(0)
-    assert bench.written() == [77]
-
-
-def test_another_living_owner_is_enough() -> None:
-    bench = DedupeBench()
-    bench.borrow()
-    bench.others.owner(2)
-    bench.others.offer(key(0), 8, generation=78, owner=2)
-    bench.withdraw()
-    bench.use(2)
-    assert bench.written() == []
-    bench.others.owner(2, state=DEAD)
-    bench.use()
-    assert bench.written() == [77]
-
-
-@pytest.mark.parametrize("state", [DEAD, SCANNING])
-def test_what_only_a_dead_or_unknown_owner_has_is_written_at_once(state: int) -> None:
-    bench = DedupeBench()
-    bench.others.owner(1, state=state)
-    bench.store()
-    assert (bench.written(), bench.deduped) == ([101], 0)
-
-
 def test_a_provisional_chunk_that_others_have_is_not_written_when_it_is_kept() -> None:
     bench = DedupeBench()
     bench.store(2)
@@ -493,14 +387,6 @@ def test_a_provisional_chunk_that_others_have_is_not_written_when_it_is_kept() -
     assert bench.written() == [101]
 
 
-def test_without_a_pool_of_our_own_nothing_becomes_wanted() -> None:
-    bench = DedupeBench(writes=False)
-    bench.borrow()
-    bench.withdraw()
-    bench.use(3)
-    assert (bench.written(), bench.tiers.backlog, bench.deduped) == ([], 0, 0)
-
-
 def test_on_eviction_a_lost_chunk_waits_until_the_cpu_tier_is_full() -> None:
     bench = DedupeBench(cache=2, demotes=True)
     bench.borrow()
@@ -511,32 +397,6 @@ def test_on_eviction_a_lost_chunk_waits_until_the_cpu_tier_is_full() -> None:
     assert (bench.tiers.backlog, bench.written()) == (1, [])
     bench.tiers.plan_store([key(7)], None, 200)
     assert bench.written() == [77]
-
-
-def test_a_borrowed_chunk_lives_in_our_pool_as_any_other() -> None:
-    """It is written, leaves the CPU tier, is read back, lost, and borrowed again in the same
-    generation while the first life's operations are still under way."""
-    bench = DedupeBench(cache=1)
-    bench.borrow()
-    bench.use(2)
-    bench.withdraw()
-    bench.use()
-    bench.tiers.drain()
-    bench.report(bench.tiers.take_writes(), OK, kind=WRITE)
-    ((state, generation, slot, ours, _),) = bench.tiers.entries()
-    assert (state, generation, slot, owner_of(ours)) == (4, 77, 0, 0)
-    stored, *_ = bench.tiers.plan_store([key(7)], None, 200)
-    bench.report(stored, OK, kind=0)
-    assert (bench.source(), bench.tiers.take_counts()[3]) == (POOL, 1)
-    streamed = bench.load(0, land_max=0)
-    assert streamed.places.tolist() == [ours]
-    bench.report(streamed, OK)
-    assert bench.source() == POOL
-    bench.tiers.drain()
-    bench.report(bench.tiers.take_writes(), OK, kind=WRITE)
-    landing = bench.load(0)
-    bench.report(landing, OK)
-    assert bench.source(0, FROM_CPU) == CPU
 
 
 def test_the_failure_of_a_write_of_an_earlier_life_leaves_the_new_one() -> None:
@@ -692,14 +552,3 @@ def test_an_owner_that_could_not_be_attached_is_distrusted_until_its_record_chan
     assert bench.source(1) == SHARED
     bench.load(1)
     assert [owner for owner, _, _ in bench.foreign.take_attachments()] == [1]
-
-
-def test_releases_of_borrowed_rows_come_alone_too() -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    batch = bench.load(0)
-    row, one = np.zeros(1, np.uint32), np.ones(1, np.uint8)
-    bench.tiers.report(LOAD, batch, row, one * STALE, one.astype(np.int16), one * 0)
-    assert (bench.tiers.cache_orphans, bench.tiers.cache_taken) == (1, 1)
-    bench.tiers.report(LOAD, batch, row, one * RELEASED)
-    assert (bench.tiers.cache_orphans, bench.tiers.cache_taken) == (0, 0)
