@@ -58,71 +58,6 @@ def test_prepare_store_gives_the_subset_that_fits_in_order() -> None:
     )
 
 
-def test_a_store_in_flight_is_a_hit_and_its_failure_a_miss() -> None:
-    bench = Bench()
-    plan = bench.core.prepare_store(keys_of(1, 2))
-    assert bench.source(1) is Source.CPU
-    assert plan.command is not None
-    bench.done(plan.command.op, (1, io_error(errno.EFAULT)))
-    assert bench.hits([1, 2]) == [1]
-
-
-def test_the_head_of_a_prefix_outlives_its_tail() -> None:
-    bench = Bench(cache=4, pool=0)
-    bench.store(1, 2, 3, 4)
-    left = []
-    for number in (5, 6, 7):
-        bench.core.prepare_store(keys_of(number))
-        left.append(bench.hits([1, 2, 3, 4]))
-    assert left == [[1, 2, 3], [1, 2], [1]]
-    assert bench.hits(range(5, 8)) == [5, 6, 7]
-
-
-def test_writing_a_prefix_does_not_reverse_its_eviction_order() -> None:
-    bench = Bench(cache=4, pool=4)
-    bench.store(1, 2, 3, 4)
-    bench.write_all()
-    plan = bench.core.prepare_store(keys_of(5, 6))
-    sources = [bench.core.lookup(key) for key in keys_of(1, 2, 3, 4)]
-    assert sources == [Source.CPU, Source.CPU, Source.POOL, Source.POOL]
-    assert plan.command is not None
-    bench.done(plan.command.op)
-    bench.write_all()
-    assert bench.hits([1, 2, 3, 4]) == [1, 2], "the pool gives up the tail first, too"
-
-
-def test_a_touched_prefix_outlives_an_older_one() -> None:
-    bench = Bench(cache=4, pool=0)
-    bench.store(1, 2)
-    bench.store(3, 4)
-    bench.core.ended(keys_of(1, 2))
-    bench.core.prepare_store(keys_of(5, 6))
-    assert bench.hits([1, 2, 3, 4]) == [1, 2]
-
-
-def test_pinned_entries_stay() -> None:
-    bench = Bench(cache=2, pool=0)
-    bench.store(1, 2)
-    load = bench.load(1)
-    plan = bench.core.prepare_store(keys_of(3, 4))
-    assert plan.refused == keys_of(4)
-    assert bench.hits([1, 2, 3, 4]) == [1, 3]
-    bench.done(load.op)
-    bench.core.prepare_store(keys_of(4))
-    assert bench.hits([1, 3, 4]) == [3, 4]
-
-
-def test_a_load_comes_from_the_cache_or_streams_or_lands() -> None:
-    bench = Bench(cache=4, pool=8, land_cache_share=0.25)
-    bench.store(1, 2, 3)
-    bench.write_all()
-    bench.store(4, 5, 6)
-    bench.write_all()
-    batch = bench.load(1, 2, 3).batch
-    assert (batch.cache >= 0).tolist() == [True, True, False]
-    assert (batch.places >= 0).tolist() == [False, True, True]
-
-
 def test_a_failed_chunk_misses_at_the_first_ranks_report() -> None:
     bench = Bench(ranks=2, pool=0)
     bench.store(1, 2)
@@ -131,13 +66,6 @@ def test_a_failed_chunk_misses_at_the_first_ranks_report() -> None:
     assert bench.hits([1, 2]) == [2]
     bench.core.report([OpReport(load.op)])
     assert bench.core.gauges()["slots_used", "cache"] == 1
-
-
-def test_a_cancelled_load_dooms_nothing() -> None:
-    bench = Bench(pool=0)
-    bench.store(1)
-    bench.done(bench.load(1).op, (0, CANCELLED))
-    assert bench.hits([1]) == [1]
 
 
 def test_slots_come_back_at_the_last_ranks_release() -> None:
@@ -150,20 +78,6 @@ def test_slots_come_back_at_the_last_ranks_release() -> None:
     assert bench.core.prepare_store(keys_of(2)).refused == keys_of(2)
     bench.core.report([release(load.op, 0)])
     assert bench.stored(2) == [2]
-
-
-def test_a_row_without_its_release_keeps_only_its_own_slot() -> None:
-    bench = Bench(cache=3, pool=0, ranks=2)
-    bench.store(1, 2, 3)
-    load = bench.load(1, 2, 3)
-    bench.report(load.op, (1, DEADLINE), released=False)
-    bench.core.report([OpReport(load.op)])
-    assert bench.core.gauges()["cache_slots_in_use"] == 1
-    assert bench.core.gauges()["ops"] == 1
-    assert bench.stored(4, 5, 6) == [4, 5]
-    bench.core.report([release(load.op, 1)])
-    assert bench.core.gauges()["ops"] == 1, "of the store"
-    assert bench.stored(6) == [6]
 
 
 def test_rows_are_decided_one_by_one() -> None:
@@ -180,29 +94,18 @@ def test_rows_are_decided_one_by_one() -> None:
     assert numbers_of(bench.write().batch.keys) == [3]
 
 
-def test_one_report_too_many_is_an_assertion() -> None:
-    bench = Bench(pool=0, ranks=2)
-    bench.store(1)
-    load = bench.load(1)
-    with pytest.raises(AssertionError, match="before its outcome"):
-        bench.core.report([release(load.op, 0)])
-    bench.core.report([OpReport(load.op), OpReport(load.op)])
-    with pytest.raises(AssertionError, match="which is over"):
-        bench.core.report([OpReport(load.op)])
-    load = bench.load(1)
-    bench.report(load.op, (0, DEADLINE), released=False, rank_count=2)
-    with pytest.raises(AssertionError, match="twice"):
-        bench.core.report([OpReport(load.op)])
-
-
-def test_a_late_failure_spares_the_keys_new_entry() -> None:
-    bench = Bench(pool=0)
-    bench.store(1)
-    load = bench.load(1)
-    bench.core.reset()
-    bench.store(1)
-    bench.done(load.op, (0, CHECKSUM_MISMATCH))
-    assert bench.hits([1]) == [1]
+def test_a_row_without_its_release_keeps_only_its_own_slot() -> None:
+    bench = Bench(cache=3, pool=0, ranks=2)
+    bench.store(1, 2, 3)
+    load = bench.load(1, 2, 3)
+    bench.report(load.op, (1, DEADLINE), released=False)
+    bench.core.report([OpReport(load.op)])
+    assert bench.core.gauges()["cache_slots_in_use"] == 1
+    assert bench.core.gauges()["ops"] == 1
+    assert bench.stored(4, 5, 6) == [4, 5]
+    bench.core.report([release(load.op, 1)])
+    assert bench.core.gauges()["ops"] == 1, "of the store"
+    assert bench.stored(6) == [6]
 
 
 def _several(*ops: int) -> OpReports:
@@ -293,17 +196,6 @@ def test_a_write_counts_when_every_rank_has_reported_it() -> None:
     assert bench.hits([1]) == [], "it was only in the CPU tier"
 
 
-def test_writes_pin_no_more_than_their_share_and_the_rest_waits() -> None:
-    bench = Bench(cache=4, pool=8, writes_pending_share=0.5)
-    bench.store(1, 2, 3, 4)
-    first = bench.write()
-    assert len(first.batch) == 2
-    assert bench.core.gauges()["writes_pending", "waiting"] == 2
-    bench.done(first.op)
-    assert len(bench.write().batch) == 2
-    assert bench.core.gauges()["writes_pending", "waiting"] == 0
-
-
 def test_a_chunk_whose_read_was_cut_off_gives_its_place_to_a_write_of_the_same_reports() -> None:
     bench = Bench(cache=2, pool=1)
     bench.store(0)
@@ -319,13 +211,6 @@ def test_a_chunk_whose_read_was_cut_off_gives_its_place_to_a_write_of_the_same_r
     bench.core.report([report(load.op, (0, CANCELLED), rows=[0]), OpReport(stored.op)])
     assert bench.source(0) is None
     assert bench.write().batch.places[0] == load.batch.places[0]
-
-
-def test_without_a_pool_nothing_waits_to_be_written() -> None:
-    bench = Bench(pool=0)
-    bench.store(1)
-    assert bench.writes() == []
-    assert bench.core.gauges()["writes_pending", "waiting"] == 0
 
 
 def test_with_one_target_suspect_the_others_take_the_writes() -> None:
@@ -453,15 +338,6 @@ def test_a_degraded_target_is_usable_and_is_reported() -> None:
 def test_verdicts_have_the_names_that_health_gives_them() -> None:
     assert tuple(verdict.value for verdict in Verdict) == VERDICTS
     assert [VerdictReport(0, 0, v.value).usable for v in Verdict] == [v.usable for v in Verdict]
-
-
-def test_the_pool_evicts_what_was_used_least_recently() -> None:
-    bench = Bench(cache=8, pool=2)
-    for number in (1, 2, 3):
-        bench.store(number)
-        bench.write_all()
-    assert bench.stored(*range(4, 12)) == [*range(4, 12)]
-    assert bench.hits([1, 2, 3]) == [2, 3]
 
 
 def test_reset_voids_everything_and_reuses_slots_after_release() -> None:
@@ -1049,7 +925,7 @@ def test_a_write_that_was_never_sent_does_not_count_as_queued() -> None:
 # -- every arrival in a tier and every departure is logged in order -------------------
 
 CPU, POOL = Source.CPU, Source.POOL
-CAME, LEFT = False, True
+LEFT = True
 
 
 def logged(core: ManagerCore) -> list[tuple[Source, bool, list[bytes]]]:
@@ -1063,54 +939,6 @@ def adopting(numbers: range) -> ManagerCore:
     """A core that adopts these chunks."""
     agreement = agree([hello(0, 2, len(numbers), [(n, n + 7, n) for n in numbers])])
     return ManagerCore(CoreConfig(kv_events=True, key_bytes=KEY_BYTES), agreement)
-
-
-def test_a_store_is_logged_when_copied_and_a_write_when_written() -> None:
-    bench = Bench(ranks=2, kv_events=True)
-    plan = bench.core.prepare_store(keys_of(1, 2))
-    assert logged(bench.core) == [], "under way"
-    assert plan.command is not None
-    bench.done(plan.command.op)
-    assert logged(bench.core) == [(CPU, CAME, keys_of(1, 2))]
-    bench.write_all()
-    assert logged(bench.core) == [(POOL, CAME, keys_of(1, 2))]
-
-
-def test_an_eviction_takes_a_chunk_from_one_tier() -> None:
-    bench = Bench(cache=1, pool=8, kv_events=True)
-    bench.store(1)
-    bench.write_all()
-    logged(bench.core)
-    bench.store(2)
-    assert logged(bench.core) == [(CPU, LEFT, keys_of(1)), (CPU, CAME, keys_of(2))]
-    assert bench.hits([1]) == [1], "it is in the pool still"
-
-
-def test_a_failed_chunk_leaves_every_tier() -> None:
-    bench = Bench(kv_events=True)
-    bench.store(1)
-    bench.write_all()
-    logged(bench.core)
-    bench.done(bench.load(1).op, (0, CHECKSUM_MISMATCH))
-    assert logged(bench.core) == [(CPU, LEFT, keys_of(1)), (POOL, LEFT, keys_of(1))]
-
-
-def test_adoption_is_logged_and_a_reset_removes_everything() -> None:
-    core = adopting(range(2))
-    assert logged(core) == [(POOL, CAME, keys_of(0, 1))]
-    core.reset()
-    assert logged(core) == [(POOL, LEFT, keys_of(0, 1))]
-
-
-def test_a_reset_reports_each_tier_at_once() -> None:
-    bench = Bench(cache=4, kv_events=True)
-    bench.store(1, 2)
-    bench.write_all()
-    bench.store(3)
-    logged(bench.core)
-    bench.core.prepare_store(keys_of(4))  # under way: it was never reported
-    bench.core.reset()
-    assert logged(bench.core) == [(CPU, LEFT, keys_of(1, 2, 3)), (POOL, LEFT, keys_of(1, 2))]
 
 
 def test_a_large_adoption_is_logged_in_parts_and_dropped_by_a_reset() -> None:

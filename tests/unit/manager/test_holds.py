@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import errno
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, Outcome, io_error
 from vllm_nvmeof_offload.manager.core import Source
 from vllm_nvmeof_offload.manager.handshake import WritePolicy
@@ -18,7 +15,6 @@ from vllm_nvmeof_offload.protocol import (
     OpReport,
     ResetCommand,
     Urgency,
-    WriteCommand,
 )
 
 from .bench import Bench, key, keys_of, numbers_of, release
@@ -181,20 +177,6 @@ def test_a_fetch_that_failed_is_counted_once_and_its_key_misses() -> None:
     bench.check_idle()
 
 
-def test_a_held_chunk_whose_load_fails_misses_and_is_released() -> None:
-    bench = HoldsBench()
-    bench.in_both_tiers(0, 1)
-    bench.preempted("a", 0, 1)
-    bench.fetches()
-    bench.done(bench.load(0, 1).op, (0, CHECKSUM_MISMATCH))
-    assert (bench.source(0), bench.held()) == (None, [1])
-    bench.store(0)  # computed again, under another generation
-    bench.write_all()
-    bench.core.reload.left("a")
-    bench.check_idle()
-    assert bench.source(0) is Source.CPU
-
-
 def test_reset_while_chunks_are_held_being_fetched_and_to_be_fetched() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0, 1)
@@ -344,37 +326,6 @@ def test_a_fetch_that_a_load_waits_for_is_not_cancelled() -> None:
     bench.check_idle()
 
 
-def test_a_fetch_that_another_request_loads_is_not_cancelled() -> None:
-    bench = HoldsBench()
-    bench.in_the_pool(0, 1)
-    bench.queued("waits", 0, 1)
-    fetch = bench.fetch()
-    loads = bench.load(0).op
-    bench.core.reload.left("waits")
-    assert cancels(bench.core.take_commands()) == [(fetch.op, [1])]
-    assert bench.ended() == {"used": 1, "cancelled": 1}
-    bench.done(fetch.op, (1, CANCELLED))
-    bench.done(loads)
-    assert (bench.source(0), bench.source(1)) == (Source.CPU, Source.POOL)
-    bench.check_idle()
-
-
-def test_a_dropped_fetch_leaves_the_others_of_its_step() -> None:
-    bench = HoldsBench()
-    bench.in_the_pool(0, 1, 2)
-    for name in range(3):
-        bench.queued(str(name), name)
-    bench.core.turn()
-    bench.core.reload.left("1")
-    fetch = bench.fetch()
-    assert numbers_of(fetch.batch.keys) == [0, 2]
-    bench.done(fetch.op)
-    assert [bench.source(n) for n in range(3)] == [Source.CPU, Source.POOL, Source.CPU]
-    for name in range(3):
-        bench.core.reload.left(str(name))
-    bench.check_idle()
-
-
 def test_a_load_that_took_an_unsent_fetch_is_all_that_waits_for_it() -> None:
     bench = HoldsBench()
     bench.in_the_pool(0)
@@ -432,7 +383,7 @@ def test_a_read_that_was_cancelled_and_failed_dooms_the_chunk() -> None:
     bench.check_idle()
 
 
-# -- two ranks, by cases and by random sequences --------------------------------------
+# -- two ranks --------------------------------------
 
 
 def test_one_rank_read_the_chunk_and_the_other_stopped() -> None:
@@ -507,127 +458,3 @@ def test_a_fetch_ends_when_every_rank_has_reported_it() -> None:
     assert bench.core.find(keys_of(0)).leading_cpu == 1
     bench.core.reload.left("a")
     bench.check_idle()
-
-
-class Storm:
-    """Random requests on a small core of two ranks that report row by row, in any order."""
-
-    def __init__(self) -> None:
-        self.bench = HoldsBench(cache=8, pool=12, ranks=2)
-        self.core = self.bench.core
-        self.owed: list[tuple[int, int, str]] = []  # (op, row, kind), for each rank
-        self.late: list[tuple[int, int]] = []
-        self.waiting: set[str] = set()
-
-    def owe(self, op: int, kind: str, rows: int = 1) -> None:
-        self.owed += [(op, row, kind) for row in range(rows) for _rank in (0, 1)]
-
-    def store(self, first: int, count: int) -> None:
-        plan = self.core.prepare_store(keys_of(*range(first, first + count)))
-        if plan.command is not None:
-            self.owe(plan.command.op, "store", len(plan.command.batch))
-
-    def load(self, first: int, count: int) -> None:
-        found: list[bytes] = []
-        for one in keys_of(*range(first, first + count)):
-            if self.core.lookup(one) is None:
-                break
-            found.append(one)
-        if found:
-            command = self.core.prepare_load(found, limit_s=1.0)
-            self.owe(command.op, "load", len(command.batch))
-
-    def wait(self, name: str, first: int, count: int, victim: bool) -> None:
-        self.core.reload.left(name)
-        (self.bench.preempted if victim else self.bench.queued)(name, *range(first, first + count))
-
-    def turn(self) -> None:
-        self.bench.now_s += 0.7
-        self.core.turn()
-
-    def step(self) -> None:
-        self.turn()
-        for command in self.core.take_commands():
-            if isinstance(command, WriteCommand | FetchCommand):
-                self.owe(command.op, type(command).__name__, len(command.batch))
-            elif isinstance(command, ResetCommand):
-                self.owe(command.op, "reset")
-
-    def report(self, which: int, how: int) -> None:
-        if not self.owed:
-            return
-        op, row, kind = self.owed.pop(which % len(self.owed))
-        failures: list[tuple[int, Outcome]] = []
-        released = True
-        if kind != "reset" and how % 5 == 1:
-            failures = [(row, CHECKSUM_MISMATCH if how % 2 else io_error(errno.EIO))]
-        elif kind in ("load", "FetchCommand") and how % 5 == 2:
-            failures = [(row, CANCELLED)]
-        elif kind in ("load", "FetchCommand", "WriteCommand") and how % 5 == 3:
-            failures, released = [(row, DEADLINE)], False
-            self.late.append((op, row))
-        self.bench.report(op, *failures, rows=[row], released=released, seconds=0.1)
-
-    def check(self) -> None:
-        gauges = self.core.gauges()
-        assert gauges["held_cache_slots", "reload"] <= 4
-        assert gauges["held_cache_slots", "queue"] <= 4
-        assert sum(self.bench.ended().values()) <= self.bench.begun()
-
-    def finish(self) -> None:
-        for name in "abcde":
-            self.core.reload.left(name)
-        for _ in range(200):
-            self.step()
-            while self.owed:
-                self.report(-1, 0)
-        while self.late:
-            op, row = self.late.pop()
-            self.core.report([release(op, row)])
-        self.step()
-        while self.owed:
-            self.report(-1, 0)
-        self.bench.check_idle()
-
-
-actions = st.lists(
-    st.tuples(
-        st.sampled_from(
-            ["store", "load", "wait", "leave", "turn", "step", "report", "probe", "reset"]
-        ),
-        st.integers(0, 29),
-        st.integers(0, 5),
-    ),
-    max_size=80,
-)
-
-
-@settings(max_examples=200)
-@given(actions)
-def test_nothing_is_held_or_pending_when_all_requests_have_left(
-    todo: list[tuple[str, int, int]],
-) -> None:
-    storm = Storm()
-    for what, number, count in todo:
-        name = "abcde"[number % 5]
-        match what:
-            case "store":
-                storm.store(number % 14, 1 + count)
-            case "load":
-                storm.load(number % 14, 1 + count)
-            case "wait":
-                storm.wait(name, number % 14, 1 + count, victim=bool(count % 2))
-            case "leave":
-                storm.core.reload.left(name)
-            case "turn":
-                storm.turn()
-            case "step":
-                storm.step()
-            case "report":
-                storm.report(number, number + count)
-            case "probe":
-                storm.core.reload.probe(keys_of(*range(number % 14, number % 14 + count)))
-            case "reset" if count == 0:
-                storm.core.reset()
-        storm.check()
-    storm.finish()
