@@ -544,66 +544,12 @@ class Queue:
         self.machine.take_finished()
 
 
-def test_jobs_take_turns_and_each_keeps_its_order() -> None:
-    queue = Queue()
-    a, b = queue.load(5), queue.load(2)
-    taken = [queue.take() for _ in range(8)]
-    assert taken == [a[0], b[0], a[1], b[1], a[2], a[3], a[4], None]
-    assert queue.held == 7
-    assert not queue
-
-
-def test_a_released_place_goes_to_the_job_with_the_fewest() -> None:
-    queue = Queue()
-    a = queue.load(4)
-    taken = [queue.take() for _ in range(3)]
-    b = queue.load(2)
-    assert taken[0] is not None
-    queue.give_back(taken[0])
-    assert [queue.take(), queue.take(), queue.take()] == [b[0], b[1], a[3]]
-
-
-def test_a_retry_goes_first() -> None:
-    queue = Queue()
-    a, b = queue.load(2), queue.load(2)
-    assert queue.take() == a[0]
-    queue.give_back(a[0], retry=True)
-    assert [queue.take(), queue.take()] == [a[0], b[0]]
-
-
-def test_a_removed_task_is_gone_and_places_remain() -> None:
-    queue = Queue()
-    a, b = queue.load(4), queue.load(1)
-    assert [queue.take(), queue.take(), queue.take()] == [a[0], b[0], a[1]]
-    queue.give_back(b[0])
-    assert queue.remove(a[2])
-    assert not queue.remove(a[2])
-    assert (len(queue), queue.held) == (1, 2)
-    queue.give_back(a[1], retry=True)
-    c = queue.load(1)
-    assert queue.take() == c[0], "job a still holds a place"
-    assert queue.take() == a[1]
-
-
 def test_a_task_with_a_place_cannot_be_removed() -> None:
     queue = Queue()
     a = queue.load(1)
     assert queue.take() == a[0]
     assert not queue.remove(a[0]), "it has a place, it does not wait"
     assert queue.held == 1
-
-
-def test_what_waits_in_vain_fails_in_the_order_in_which_it_came() -> None:
-    queue = Queue()
-    jobs = [queue.load(rows)[0][0] for rows in (3, 1, 2)]
-    assert queue.fail_all() == jobs
-    assert (queue.take(), len(queue), queue.held) == (None, 0, 0)
-
-
-def test_promoted_fetches_wait_on_the_share_of_their_load() -> None:
-    queue = Queue()
-    a, b = queue.load(1, fetched=2), queue.load(2)
-    assert [queue.take() for _ in range(6)] == [a[0], b[0], a[1], b[1], a[2], None]
 
 
 def test_the_order_holds_after_long_use() -> None:

@@ -674,15 +674,6 @@ def test_reads_and_copies_of_one_load_overlap() -> None:
     assert len(bench.copy.open) == 1
 
 
-def test_within_a_load_the_order_is_kept() -> None:
-    bench = Bench(stream_slots=3)
-    bench.stream(1, range(20))
-    bench.pipeline.step()
-    while bench.turn():
-        pass
-    assert [bench.number(op) for op in bench.io.started] == list(range(20))
-
-
 @pytest.mark.parametrize("landing", [False, True])
 def test_a_small_load_does_not_wait_for_a_large_one(landing: bool) -> None:
     """Both through stream slots, or all of the large one's reads queued at once."""

@@ -187,23 +187,6 @@ def test_a_write_that_waits_at_its_slot_does_not_follow_a_reset() -> None:
     assert [op.kind for op in bench.io.started] == [OpKind.RESET]
 
 
-def test_demand_reads_go_first_and_writes_last() -> None:
-    bench = Bench(stream_slots=2, reads_in_flight_max=1, writes_in_flight_max=1)
-    bench.stored(1, slot=0, number=7)
-    bench.io.busy = True
-    bench.write(2, 7, cache=0, pool=0)
-    bench.fetch(3, 8, pool=1, cache=1)
-    bench.load(4, 9, cache=None, pool=2)
-    bench.io.busy = False
-    for _ in range(3):
-        bench.pipeline.step()
-        if bench.io.ops:
-            bench.io_done()
-    order = [bench.number(op) for op in bench.io.started]
-    assert order.index(2) < order.index(1)
-    assert set(order) == {0, 1, 2}
-
-
 # -- two loads of one chunk: the second waits for the first one's read ----------------
 
 
