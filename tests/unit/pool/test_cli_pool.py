@@ -359,18 +359,6 @@ def test_ls_and_doctor_name_keyspaces_that_no_server_uses(tmp_path: Path) -> Non
         assert all(one.check == "region" for one in check_regions(str(tmp_path)))
 
 
-def test_ls_fits_80_columns_but_for_paths(tmp_path: Path) -> None:
-    write_pool(tmp_path)
-    write_old_pool(tmp_path)
-    words = ["pool", "ls", "--regions", "--target", str(tmp_path)]
-    shown = runner.invoke(app, words, env={"COLUMNS": "80"}).stdout
-    assert [
-        line for line in shown.splitlines() if len(line) > 80 and str(tmp_path) not in line
-    ] == []
-    assert "tiny-model" in shown
-    assert "…" not in shown
-
-
 def test_ls_says_where_it_found_no_pools(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("ls", "--target", tmp_path).stdout.endswith(f"no pools on {tmp_path}\n")
     monkeypatch.setenv("VLLM_NVMEOF_TARGETS", str(tmp_path / "t"))
