@@ -16,11 +16,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.archives import opened
 
 from tests.fabric.rig.packages import locked
 from tests.unit.sizing.families import FAMILIES, NOT_SIZED
-from tests.upstream.releases import ReleaseUnavailableError, cache_place, fetch
+from tests.upstream.releases import ReleaseUnavailableError, cache_place, fetch, opened
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import parse_model
