@@ -24,6 +24,11 @@ STEPS ?=
 SANITIZE ?=
 SIM_LENGTH = $(if $(STEPS),--steps $(STEPS),--seconds $$(($(SOAK_SECONDS) / 2)))
 
+# What `make check` gives to clang-tidy: the core's C++, and where its headers are.
+NATIVE := vllm_nvmeof_offload/native
+SYSTEM_HEADERS := import nanobind, sysconfig; \
+	print("-isystem", nanobind.include_dir(), "-isystem", sysconfig.get_path("include"))
+
 # The virtual environment holds the CPU build of vLLM. Nothing here talks to a model hub, and
 # nothing sends usage reports.
 export VLLM_TARGET_DEVICE := cpu
@@ -58,7 +63,7 @@ help:
 	@echo "make results    all benchmarks that need no GPU, short, into bench/results/ (1 h)"
 	@echo "make gpu        on a machine with an NVIDIA GPU: its tests and benchmarks, in stages (GPU_STAGES)"
 	@echo "make wheel      dist/: manylinux wheels with the native core and the kernels, and the sdist"
-	@echo "make check      ruff, clang-format and mypy"
+	@echo "make check      ruff, clang-format, clang-tidy and mypy"
 	@echo "make setup      only the virtual environment in $(VENV)/"
 	@echo "make format     ruff's fixes and formatting"
 	@echo "make lock       resolve requirements/cpu.lock anew"
@@ -158,6 +163,8 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.c' '*.cu')
+	git ls-files '$(NATIVE)/*.cpp' | xargs -P 2 -I {} $(BIN)/clang-tidy --quiet {} -- \
+		-std=c++20 -I $(NATIVE) $$($(BIN)/python -c '$(SYSTEM_HEADERS)')
 	$(BIN)/mypy
 
 format: setup

@@ -427,7 +427,7 @@ def test_a_drafters_weights_count() -> None:
 
 
 @pytest.mark.parametrize(
-    "config", [{"lora_config": object()}, {"offload_config": Offload(4)}], ids=list
+    "config", [{"lora_config": object()}, {"offload_config": Offload(4)}], ids=["lora", "offload"]
 )
 def test_weights_outside_parameters_are_unknown(config: dict[str, Any]) -> None:
     assert weights_fingerprint(worker(**config)) == ""

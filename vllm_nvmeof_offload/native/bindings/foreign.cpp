@@ -99,6 +99,7 @@ void bind_region(nb::module_& m) {
           [](ForeignRegion* self, std::tuple<uint32_t, uint32_t, uint32_t> home, uint64_t slots,
              const std::vector<std::tuple<uint32_t, uint32_t>>& groups, int64_t young_ns) {
             std::vector<ForeignRegion::Group> all;
+            all.reserve(groups.size());
             for (const auto& [id, set_size] : groups) all.push_back({id, set_size});
             const auto [owner, target, rank] = home;
             new (self) ForeignRegion({owner, target, rank}, slots, std::move(all), young_ns);

@@ -202,6 +202,8 @@ extern "C" PyObject* look_up(PyObject* self, PyObject* const* arguments, Py_ssiz
 }
 
 PyMethodDef look_up_method = {"lookup",
+                              // A function that Python calls with METH_FASTCALL has another type
+                              // than PyCFunction. NOLINTNEXTLINE(bugprone-casting-through-void)
                               reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(look_up)),
                               METH_FASTCALL, nullptr};
 

@@ -10,11 +10,10 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
-#include <time.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <ctime>
 #include <memory>
 #include <optional>
 #include <variant>
@@ -169,6 +168,7 @@ void make_geometry(Geometry* self, const Tensors& tensors, size_t blocks_per_chu
 
 void make_cache(CacheGeometry* self, const std::vector<std::pair<Tensors, size_t>>& groups) {
   std::vector<Geometry> known;
+  known.reserve(groups.size());
   for (const auto& [tensors, per_chunk] : groups) known.push_back(geometry_of(tensors, per_chunk));
   new (self) CacheGeometry(std::move(known));
 }
@@ -355,6 +355,7 @@ offer_resets(Machine& machine) {
   machine.io.offer_resets();
   if (machine.io.offered.empty() && machine.io.unwritten.empty()) return std::nullopt;
   std::vector<std::tuple<uint64_t, size_t>> offered;
+  offered.reserve(machine.io.offered.size());
   for (const IoQueue::Offer& offer : machine.io.offered)
     offered.emplace_back(offer.token, offer.task->target);
   std::vector<std::tuple<size_t, uint8_t, int>> unwritten;
@@ -476,10 +477,10 @@ std::tuple<Transferred, Transferred, std::vector<uint64_t>> take_counts(Machine&
   const TransferCounts reads = std::exchange(machine.io.reads, {});
   const TransferCounts writes = std::exchange(machine.io.writes, {});
   std::vector<uint64_t> written;
+  written.reserve(machine.written_bytes.size());
   for (uint64_t& bytes : machine.written_bytes) written.push_back(std::exchange(bytes, 0));
-  return {{reads.operations, reads.bytes, reads.seconds},
-          {writes.operations, writes.bytes, writes.seconds},
-          std::move(written)};
+  return {Transferred{reads.operations, reads.bytes, reads.seconds},
+          Transferred{writes.operations, writes.bytes, writes.seconds}, std::move(written)};
 }
 
 void reset(Machine& machine, uint64_t op, const PyStamp& stamp, const PyStamp& unnamed) {
@@ -519,6 +520,7 @@ std::tuple<size_t, size_t, size_t, size_t, size_t, size_t, size_t> levels(Machin
 // Call `choose_lane`. peers: (end_s, has_room) of each peer's lane.
 int choose(double own_end_s, bool own_room, const std::vector<std::pair<double, bool>>& peers) {
   std::vector<LaneEstimate> estimates;
+  estimates.reserve(peers.size());
   for (const auto& [end_s, has_room] : peers) estimates.push_back({end_s, has_room});
   return choose_lane({own_end_s, own_room}, estimates);
 }

@@ -243,8 +243,8 @@ WholeReported report_whole(Tiers& tiers, const nb::bytes& kinds,
     tiers.report(kind, batch, {}, effect);
     if (!batch.undecided && !batch.unreleased) over.push_back(at);
     const bool is_read = kind == OpKind::LOAD || kind == OpKind::FETCH;
-    if (effect.lost.size() || effect.failed.size() || (is_read && effect.decided.size()))
-      news.emplace_back(at, told(std::move(effect), batch));
+    if (!effect.lost.empty() || !effect.failed.empty() || (is_read && !effect.decided.empty()))
+      news.emplace_back(at, told(std::exchange(effect, {}), batch));
   }
   return found;
 }
@@ -530,8 +530,8 @@ Advanced advance(Holds& holds, PyWanted& wanted, size_t next, size_t end, size_t
 using SomeRows = std::optional<std::vector<uint32_t>>;
 
 void bind_holds(nb::module_& m) {
-  nb::class_<PyWanted>(m, "Wanted");
-  nb::class_<Whereabouts>(m, "Whereabouts");
+  nb::class_<PyWanted>(m, "Wanted");          // NOLINT(bugprone-unused-raii): registers the class
+  nb::class_<Whereabouts>(m, "Whereabouts");  // NOLINT(bugprone-unused-raii): the same
   nb::class_<Holds>(m, "Holds")
       .def(nb::init<Tiers&, size_t>(), nb::keep_alive<1, 2>(), "tiers"_a, "room_min"_a)
       .def("wanted", [](const Holds&, const Tiers& tiers,

@@ -71,7 +71,7 @@ std::shared_ptr<TargetRing> TargetRing::start(const EngineSetup& setup, size_t i
   std::shared_ptr<TargetRing> self(new TargetRing(setup, index, std::move(completions)));
   auto started = std::make_shared<Started>();
   std::thread([self, started, ring = std::move(ring)]() mutable {
-    self->run(std::move(ring), std::move(started));
+    self->run(std::move(ring), started);
   }).detach();
   started->known.wait(false);
   if (started->failure) std::rethrow_exception(started->failure);
@@ -316,7 +316,7 @@ void TargetRing::enter_own_thread(const char* name) {
   run_on(setup_.cpus);
 }
 
-void TargetRing::run(std::unique_ptr<Ring> ring, std::shared_ptr<Started> started) {
+void TargetRing::run(std::unique_ptr<Ring> ring, const std::shared_ptr<Started>& started) {
   enter_own_thread("nvmeof-ring");
   try {
     ring->enable();

@@ -166,7 +166,7 @@ class TargetRing {
     std::atomic<bool> known{false};
     std::exception_ptr failure;
   };
-  void run(std::unique_ptr<Ring> ring, std::shared_ptr<Started> started);
+  void run(std::unique_ptr<Ring> ring, const std::shared_ptr<Started>& started);
   void loop(Ring& ring);
   void run_table();
   bool has_table_work() const;

@@ -380,7 +380,7 @@ class IoQueue {
   bool retries(const Flights::One& one, const LaneEnd& end);
   void expire_retries();
   void give_up(uint64_t token);
-  void unreleased(Flights::One& one, const LaneEnd& end);
+  void unreleased(Flights::One& found, const LaneEnd& end);
   void peer_ended(const Flights::One& one, const LaneEnd& end);
   NativeLanes& lanes_of(bool at_peer) { return at_peer ? *peer_lanes_ : lanes_; }
   HealthCounts& health_of(size_t target, uint32_t attachment);

@@ -153,6 +153,7 @@ void Machine::reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed) {
   }
   if (!mutant("serve_reads_survive_a_reset")) {
     std::vector<Task*> serving;
+    serving.reserve(serving_.size());
     for (const auto& [token, task] : serving_) serving.push_back(task);
     for (Task* task : serving) stop_serving(*task);
   }
@@ -698,7 +699,9 @@ bool Machine::choose_next() {
   for (size_t asked = 0; asked < streams_.targets(); ++asked) {
     const size_t target = streams_.turn();
     Task* task = streams_.take_returned(target);
-    if (!task && (task = streams_.peek(target))) {
+    const bool is_new = task == nullptr;
+    if (is_new) task = streams_.peek(target);
+    if (is_new && task) {
       const int lane = choose(*task);
       if (lane == kWait) continue;
       if (lane != kOwnLane) {

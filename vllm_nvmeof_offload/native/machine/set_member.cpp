@@ -248,6 +248,7 @@ void SetMember::sleep(const std::vector<int>& fds, int64_t now_ns, int64_t time_
   constexpr int64_t kLookEveryNs = 200'000;
   constexpr int64_t kSecondNs = 1'000'000'000;
   std::vector<pollfd> files;
+  files.reserve(fds.size());
   for (const int fd : fds) files.push_back({fd, POLLIN, 0});
   const auto clock = [] { return std::chrono::steady_clock::now().time_since_epoch(); };
   const auto end = clock() + std::chrono::nanoseconds(time_ns);

@@ -345,7 +345,8 @@ class Slots {
   bool release(Slot slot) {  // returns false if it had no user
     SlotRecord& record = records_[slot];
     if (record.users == 0) return mutant("cancelled_fetch_frees_its_slot_at_once");
-    if (--record.users > 0) return true;
+    --record.users;
+    if (record.users > 0) return true;
     --used_;
     if (record.kind == SlotRecord::ORPHAN) {
       --orphans;

@@ -143,7 +143,7 @@ class ForeignWriter : public ForeignTable {
   void set_owner(uint32_t number, const OwnerRecord& record);
   void put(uint64_t fingerprint, ForeignRow row);
   // Remove the row with this key, place and generation. Returns false if there is none.
-  bool remove(uint64_t fingerprint, ForeignRow row);
+  bool remove(uint64_t wanted, ForeignRow row);
   void warm(uint64_t fingerprint) const;
   void log_overran() { word(kOverrunsAt).fetch_add(1, std::memory_order_relaxed); }
   void scanned(int64_t now_ns) {

@@ -102,7 +102,10 @@ Row Index::find(const char* key, uint32_t hash) const {
 
 void Index::warm_found(uint32_t hash) const {
   for (size_t at = hash & mask_; buckets_[at] != 0; at = (at + 1) & mask_)
-    if (hash_of(buckets_[at]) == hash) return warm(row_of(buckets_[at]));
+    if (hash_of(buckets_[at]) == hash) {
+      warm(row_of(buckets_[at]));
+      return;
+    }
 }
 
 void Index::find(std::span<const char* const> keys, std::vector<Row>& rows) const {

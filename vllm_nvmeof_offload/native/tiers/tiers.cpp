@@ -112,7 +112,7 @@ std::string Tiers::present(Keys keys, uint8_t sources) const {
   std::string found;
   found.reserve(keys.size());
   const std::vector<Row>& rows = rows_of(keys);
-  for (const Row row : rows) found += source_of(row, sources) != Source::NONE;
+  for (const Row row : rows) found += static_cast<char>(source_of(row, sources) != Source::NONE);
   if (!options_.foreign || !(sources & kFromPool)) return found;
   const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
   for (size_t at = 0; at < foreign.size(); ++at)
@@ -682,10 +682,10 @@ void Tiers::warm_victims(const Order& order, const Slots& slots, bool leaves) co
     slots.warm(slot);
     order.warm(slot);
   }
-  if (const Slot slot = order.later(2 * kStep); slot != kNone)
-    if (slots[slot].row != kNoRow) index.warm(slots[slot].row);
-  if (const Slot slot = leaves ? order.later(kStep) : kNone; slot != kNone)
-    if (slots[slot].row != kNoRow) index.warm_bucket(slots[slot].row);
+  if (const Slot slot = order.later(2 * kStep); slot != kNone && slots[slot].row != kNoRow)
+    index.warm(slots[slot].row);
+  const Slot slot = leaves ? order.later(kStep) : kNone;
+  if (slot != kNone && slots[slot].row != kNoRow) index.warm_bucket(slots[slot].row);
 }
 
 bool Tiers::may_lose(bool is_read) const {
