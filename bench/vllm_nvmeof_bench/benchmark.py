@@ -29,7 +29,7 @@ BENCHMARKS = {
     "pool": ("pool", "pool"),
     "stream": ("stream", "stream"),
     "stall": ("stall", "serve.stall"),
-    "hotpath": ("hotpath", "hotpath.measure"),
+    "hotpath": ("hotpath", "hotpath.chunks"),
     "follow": ("follow", "hotpath.follow"),
     "moving": ("moving", "serve.moving"),
     "peers": ("peers", "peers"),

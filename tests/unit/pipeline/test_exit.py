@@ -12,15 +12,15 @@ _STATUS = 7
 _CHUNKS = 65_536  # they keep the thread busy for 20 ms
 _CHILD = f"""
 import time
-from vllm_nvmeof_bench.hotpath import managers, worker
+from vllm_nvmeof_bench.hotpath import chunks
 
 def leave(seconds):
     raise SystemExit({_STATUS})
 
-one = worker.Worker({_CHUNKS})
+one = chunks.Worker({_CHUNKS})
 time.sleep = leave  # `measure` has handed over everything and waits
-keys = managers.random_keys([1], {_CHUNKS})
-one.measure(managers.Recorder("ours", {_CHUNKS}, 0), managers.batches_of(keys, {_CHUNKS}))
+keys = chunks.random_keys([1], {_CHUNKS})
+one.measure(chunks.Recorder("ours", {_CHUNKS}, 0), chunks.batches_of(keys, {_CHUNKS}))
 """
 
 
