@@ -273,6 +273,8 @@ class _Runner:
     def hand_over(self, call: Any, *ops: int) -> None:
         call(self)
 
+    start = hand_over
+
     def transfer(
         self,
         geometry: object,
@@ -286,7 +288,7 @@ class _Runner:
 
 def rank_of(groups: int) -> tuple[RankWorker, _Runner]:
     ranks = [RankGroup(Group(number, GroupKind.FULL, 32, 2), 64) for number in range(groups)]
-    geometry = SimpleNamespace(groups=ranks)
+    geometry = SimpleNamespace(groups=ranks, by_group=[SimpleNamespace(starts=[0])] * groups)
     runner = _Runner()
     parts = SimpleNamespace(
         runner=runner, geometry=geometry, copy=SimpleNamespace(record_fence=lambda: None)
