@@ -20,8 +20,6 @@ from tests.fabric.nvmet import (
     run,
 )
 from tests.fabric.stage import Stage
-from vllm_nvmeof_offload.commands.doctor.host import Places, nics_of
-from vllm_nvmeof_offload.commands.doctor.judge import judge_rdma
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity
 from vllm_nvmeof_offload.fabric.rdma import read_rdma_ports
 from vllm_nvmeof_offload.fabric.topology import discover
@@ -82,6 +80,10 @@ def rdma_judged(stage: Stage) -> None:
 
 
 def _judge(target: Path) -> list[Finding]:
+    # Not at the start of each boot: in the guest this takes eight seconds.
+    from vllm_nvmeof_offload.commands.doctor.host import Places, nics_of
+    from vllm_nvmeof_offload.commands.doctor.judge import judge_rdma
+
     fabric = discover(str(target))
     return list(judge_rdma(fabric, nics_of(fabric, Places()), read_rdma_ports()))
 
