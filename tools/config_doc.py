@@ -20,7 +20,9 @@ DOCUMENT = Document("configuration.md", "config_doc.py")
 GROUPS = {
     "Set these first": "staging_bytes targets pool_bytes write_policy store_threshold admission",
     "Memory and chunks": "chunk_bytes_min ahead_cache_share one_copy replicas",
-    "What is kept and loaded": "eviction_policy boundary_tokens adopt weights_never_change",
+    "What is kept and loaded": (
+        "eviction_policy retain_share boundary_tokens adopt weights_never_change"
+    ),
     "I/O": "allow_root_file_system io_engine o_direct read_deadline_ms",
     "Other servers' chunks": "share server_name trust_weight_version",
     "Reads through peers": "peers peer_listen share_secret_file serve_bytes",

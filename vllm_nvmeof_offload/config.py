@@ -245,6 +245,11 @@ class OffloadConfig(BaseModel):
         "or fetched ahead get half of the share for preempted requests and half for queued ones. "
         "0: loads leave nothing in the CPU tier, and nothing is fetched ahead.",
         ge=0, le=1)
+    retain_share: float = _key(
+        0.25, "share", "a number from 0 to 0.5",
+        "Share of each tier's slots, from 0 to 0.5, for chunks that requests with the same "
+        "cache_salt retain; all requests together get twice the share. 0: nothing is retained.",
+        ge=0, le=0.5)
     admission: Literal["auto", "always"] = _key(
         "auto", "", '"auto" or "always"',
         "Choice between loading and recomputing a hit. auto: load if that is expected to be faster "

@@ -383,14 +383,14 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             trace_loads(headers, self._manager.core.request_log.find(request.request_id))
 
     def _answered(self, request: Any, done: Any) -> Any:
-        """Return vLLM's result of `request_finished` with our answer to the request's kv_hint,
-        which becomes a part of the HTTP response."""
+        """Return vLLM's result of `request_finished` with our answer to the request's hints, which
+        becomes a part of the HTTP response."""
         state = self.scheduler._req_status.get(request.request_id)
-        answers = self._manager.answers(state.req_context) if state is not None else []
+        answers = self._manager.answers(state.req_context) if state is not None else {}
         if not answers:
             return done
         delays_free, params = done
-        return delays_free, {**(params or {}), "nvmeof": {"kv_hint": answers}}
+        return delays_free, {**(params or {}), "nvmeof": answers}
 
     @timed
     def get_kv_connector_stats(self) -> Any:

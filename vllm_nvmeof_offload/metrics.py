@@ -143,9 +143,10 @@ COUNTERS = _table(
          _one("how", "used", "wasted", "cancelled", "failed", "probe"),
          "Prefetched chunks, by the outcome of the prefetch."),
     _row("kv_hints", "actions",
-         _one("advice", "prefetch", "retain", "demote", "unknown", "malformed"),
-         "Actions in the kv_hints or the kv_transfer_params.kv_hint of requests, by the advice "
-         "given; kv.fetch counts as prefetch. Unknown and malformed actions were ignored."),
+         _one("advice", "prefetch", "retain", "drop", "demote", "unknown", "malformed"),
+         "Actions in the kv_hints or the kv_transfer_params of requests, by the advice given; "
+         "kv.fetch counts as prefetch, and retain_s of 0 as drop. Unknown and malformed actions "
+         "were ignored."),
     # -- stores, writes, evictions
     _row("stored_chunks", "chunks", (),
          "Chunks whose store into the CPU tier was planned."),
@@ -212,6 +213,8 @@ GAUGES = _table(
     _row("slots_used", "slots", (_SLOTS,),
          "Slots in use; stream slots as of the ranks' last reports, pool slots except retired "
          "ones."),
+    _row("slots_retained", "slots", _one("tier", "cache", "pool"),
+         "Slots whose chunks requests have asked to retain, except slots in use, by tier."),
     _row("held_cache_slots", "slots", _one("reason", "reload", "queue"),
          "Cache slots held for waiting requests, by reason."),
     _row("slot_bytes", "bytes", (), "Size of one slot on one rank, header included."),

@@ -89,6 +89,7 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
             land_cache_share=land,
             reload_cache_share=reload,
             prefetch_cache_share=prefetch,
+            retain_share=settings.retain_share,
             admission=settings.admission == "auto",
             report_deadline_s=deadline_ms / 1000 + _REPORT_GRACE_S,
             peers=tuple(settings.peers),

@@ -17,15 +17,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from vllm_nvmeof_bench.servers.client import Metrics
 from vllm_nvmeof_bench.servers.server import MODEL_NAME, Server
 
 from tests.e2e import servers as rig
 from tests.e2e.servers import LOADED
+from tests.wait import wait_until
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
 HINTS = "vllm:nvmeof_kv_hints_total"
+RETAINED = "vllm:nvmeof_slots_retained"
 #: The trace to which the commands' requests belong.
 TRACE = "4bf92f3577b34da6a3ce929d0e0e4736"
 
@@ -137,15 +140,82 @@ def run_all(server: Server, page: dict[str, str], prompts: list[list[int]]) -> N
     assert shell.grown(LOADED, source="pool") >= rig.CHUNK_TOKENS
     (logged,) = re.findall(r'request (\{"request": .*\})$', server.log(), re.MULTILINE)
     assert json.loads(logged)["starts"][0]["load"]["pool_tokens"] >= rig.CHUNK_TOKENS
+    answer = shell.run(page.pop("Retain a session"))
+    assert answer["kv_transfer_params"] == {"nvmeof": {"retention": "retain"}}
+    assert rig.metrics(server).value(RETAINED, tier="pool") >= len(prompts[0]) // rig.CHUNK_TOKENS
     answer = shell.run(page.pop("Give hints"))
-    kinds = ("prefetch", "retain", "demote", "unknown", "malformed")
-    assert [shell.grown(HINTS, advice=kind) for kind in kinds] == [1, 1, 1, 0, 0]
+    kinds = ("prefetch", "retain", "demote", "unknown", "malformed", "drop")
+    assert [shell.grown(HINTS, advice=kind) for kind in kinds] == [1, 1, 1, 0, 0, 0]
     assert answer["kv_transfer_params"] == documented_answer()
     salted = page.pop("Separate tenants")
     assert shell.run(salted)["kv_transfer_params"] is None
     assert shell.grown(LOADED) == 0, "what was stored without the salt is not found"
     shell.run(salted, cold=False)
     assert shell.grown(LOADED) >= rig.CHUNK_TOKENS
+
+
+def complete(server: Server, prompt: list[int], salt: str, **ours: object) -> dict[str, Any]:
+    """Ask over HTTP with these keys of ours, and wait until every chunk is written."""
+    body = {"model": MODEL_NAME, "prompt": prompt, "max_tokens": 8, "temperature": 0}
+    body |= {"cache_salt": salt, "return_token_ids": True}
+    if ours:
+        body["kv_transfer_params"] = {"nvmeof": ours}
+    done = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60, trust_env=False)
+    done.raise_for_status()
+    rig.settle(server)
+    answer: dict[str, Any] = done.json()
+    return answer
+
+
+def test_a_session_outlives_pressure_until_its_time_or_its_end(tmp_path: Path) -> None:
+    """Four prompts of 15 or 16 chunks, of two tenants, in a pool of 80 chunks. Eight other prompts
+    evict all that is not retained. A tenant may retain 32 chunks: two sessions."""
+    prompts, chunks = rig.prompts(count=12), rig.PROMPT_TOKENS // rig.CHUNK_TOKENS
+    asked, others = prompts[:8:2], [prompts[1], *prompts[8:], *prompts[3:8:2]]
+    spec = rig.spec(tmp_path / "pool", pool_bytes=80 * rig.SLOT_BYTES, retain_share=0.4)
+
+    def press() -> None:
+        for prompt in others:
+            complete(server, prompt, "others")
+        rig.forget_gpu(server)
+
+    def loaded(prompt: list[int], salt: str) -> int:
+        """The whole chunks of the prompt that are loaded; the answer is the first one."""
+        before = rig.metrics(server)
+        answer = complete(server, prompt, salt)["choices"][0]
+        assert answer["token_ids"] == first[salt, prompts.index(prompt)]
+        sources = ("cpu", "pool")
+        tokens = sum(rig.grown(server, before, LOADED, source=source) for source in sources)
+        rig.forget_gpu(server)
+        return int(tokens) // rig.CHUNK_TOKENS
+
+    def ask(prompt: list[int], salt: str, **ours: object) -> str:
+        answer = complete(server, prompt, salt, **ours)
+        first[salt, prompts.index(prompt)] = answer["choices"][0]["token_ids"]
+        nvmeof: dict[str, str] = (answer["kv_transfer_params"] or {}).get("nvmeof", {})
+        return nvmeof.get("retention", "")
+
+    first: dict[tuple[str, int], list[int]] = {}
+    with rig.start(spec, "retained") as server:
+        assert ask(asked[0], "a", retain_s=3600, session="kept") == "retain"
+        assert ask(asked[1], "a", retain_s=3600, session="dropped") == "retain"
+        assert ask(asked[2], "b", retain_s=1, session="kept") == "retain"
+        assert ask(asked[3], "b") == ""
+        assert ask(asked[3], "b", retain_s=-1) == "malformed"
+        drop = {"retain_s": 0, "session": "dropped"}
+        assert complete(server, [5, 6, 7], "a", **drop)["kv_transfer_params"]
+        # The same name under another salt is another session.
+        assert complete(server, [5, 6, 7], "b", retain_s=0, session="kept")
+        wait_until(
+            "the second's end", lambda: rig.settle(server).value(RETAINED, tier="pool") <= 15
+        )
+        press()
+        assert loaded(asked[0], "a") == chunks, "retained"
+        assert loaded(asked[1], "a") == 0, "dropped by its name"
+        assert loaded(asked[2], "b") == 0, "its time has passed"
+        assert loaded(asked[3], "b") == 0, "nothing was asked for"
+        press()
+        assert loaded(asked[0], "a") == chunks, "still"
 
 
 def documented_answer() -> Any:

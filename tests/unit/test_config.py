@@ -105,6 +105,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("chunk_bytes_min", "1", "4KiB to 1GiB"),
     ("chunk_bytes_min", "2GiB", "4KiB to 1GiB"),
     *(("ahead_cache_share", value, "0 to 1") for value in (1.01, -0.1, "half")),
+    *(("retain_share", value, "0 to 0.5") for value in (0.51, -0.1, "half")),
     ("admission", "never", '"auto" or "always"'),
     ("io_engine", "aio", '"threads"'),
     *(("replicas", value, "--data-parallel-size") for value in (0, "2")),

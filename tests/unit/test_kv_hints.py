@@ -11,7 +11,13 @@ from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.vllm_adapter.kv_hints import Advice, advice_of, helpers_of
+from vllm_nvmeof_offload.vllm_adapter.kv_hints import (
+    Advice,
+    Retention,
+    advice_of,
+    helpers_of,
+    retention_of,
+)
 
 REQUEST = SimpleNamespace(num_prompt_tokens=100, session_id="agent-1")
 
@@ -182,3 +188,49 @@ def test_what_is_no_hint_of_helpers_is_none() -> None:
     assert not counted
     assert helpers_of({"nvmeof": 1}, PEERS, lambda how: counted.update([how])) is None
     assert counted == Counter(malformed=1)
+
+
+def retention(salt: str | None = None, **asked: Any) -> Retention | None:
+    request = SimpleNamespace(request_id="r", cache_salt=salt)
+    advice = retention_of({"nvmeof": asked}, request, lambda _: None)
+    return advice.retention
+
+
+def test_a_session_is_named_together_with_its_salt() -> None:
+    named = retention(retain_s=60, session="a", priority=7)
+    assert named == retention("", retain_s=59.1, session="a", priority=7)
+    assert named is not None and named.priority == 7 and named.seconds == 60
+    others = [
+        retention("salt", retain_s=60, session="a"),
+        retention(retain_s=60, session="salta"),
+        retention(retain_s=60, session="r"),
+        retention(retain_s=60),
+        retention("s\ud800", retain_s=60, session="\ud800"),
+    ]
+    assert len({named.session.session, *(one.session.session for one in others if one)}) == 6
+    salted = retention("salt", retain_s=0, session="a")
+    assert salted is not None and salted.seconds == 0
+    assert salted.session == others[0].session if others[0] else None
+    assert salted.session.client != named.session.client
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"session": "a"},
+        {"priority": 3},
+        {"retain_s": 0},
+        *({"retain_s": value} for value in (-1, True, "60", None, float("nan"), 604_801)),
+        *({"retain_s": 60, "priority": value} for value in (0, 101, 1.5, "high", None)),
+        *({"retain_s": 60, "session": value} for value in ("", 7, "x" * 257)),
+    ],
+)
+def test_a_malformed_retention_is_counted_and_ignored(asked: dict[str, Any]) -> None:
+    seen: list[str] = []
+    advice = retention_of({"nvmeof": asked}, SimpleNamespace(request_id="r"), seen.append)
+    assert advice == Advice(retention_answer="malformed") and seen == ["malformed"]
+
+
+@pytest.mark.parametrize("params", [None, 7, {}, {"nvmeof": 7}, {"nvmeof": {"explain": True}}])
+def test_without_keys_of_a_retention_there_is_no_answer(params: Any) -> None:
+    assert retention_of(params, REQUEST, pytest.fail) == Advice()

@@ -75,7 +75,7 @@ from vllm_nvmeof_offload.protocol import (
     target_of,
 )
 
-__all__ = ["CoreConfig", "ManagerCore", "Source", "StorePlan"]
+__all__ = ["CoreConfig", "ManagerCore", "SessionIds", "Source", "StorePlan"]
 #: `StoreThreshold` counts as many keys as there are slots, but at least this many.
 _SIGHTINGS_MIN = 1 << 16
 #: The sources, indexed by the number that the native look-up returns.
@@ -112,6 +112,13 @@ class Change(NamedTuple):
     tier: Source
     removed: bool
     keys: list[bytes]
+
+
+class SessionIds(NamedTuple):
+    """The numbers of a session (64 bits) and of its client (32 bits), the holder of a salt."""
+
+    session: int
+    client: int
 
 
 class StorePlan(NamedTuple):
@@ -215,6 +222,7 @@ class ManagerCore:
             equal_min=config.equal_min,
             sample_every=config.sample_every,
             foreign=self._foreign,
+            retain_share=config.retain_share,
         )
 
     # -- look-up ----------------------------------------------------------------------
@@ -326,6 +334,26 @@ class ManagerCore:
         self._tiers.cool(keys)
         self._tiers.drain()
 
+    # -- retention --------------------------------------------------------------------
+
+    def retain(
+        self,
+        keys: Sequence[bytes],
+        ends: npt.NDArray[np.int64] | None,
+        session: SessionIds,
+        seconds: int,
+        priority: int,
+    ) -> None:
+        """Retain these chunks for a time, and those that the session retains already. `ends` is as
+        in `ended`. If the session's client may retain no more, its sessions of a lower `priority`
+        (1 to 100) retain less."""
+        keys, _ = self._in_prefix_order(keys, ends)
+        self._tiers.retain(keys, *session, int(self._clock()) + seconds, priority)
+
+    def drop_session(self, session: SessionIds) -> None:
+        """Retain a session's chunks no longer. Nothing happens if there is no such session."""
+        self._tiers.drop_session(session.session)
+
     # -- load -------------------------------------------------------------------------
 
     def prepare_load(
@@ -396,11 +424,12 @@ class ManagerCore:
     # -- commands and reports ---------------------------------------------------------
 
     def turn(self) -> None:
-        """Hold and fetch chunks for waiting requests, and cut off overdue loads. Call this once per
-        step, before the step's commands are taken."""
+        """Hold and fetch chunks for waiting requests, cut off overdue loads, and end sessions whose
+        time has passed. Call this once per step, before the step's commands are taken."""
         for op in self._load_times.take_overdue():
             self._unsent.append(CancelCommand(op))
             self._counters["loads_cut"] += 1
+        self._tiers.expire(int(self._clock()))
         self.reload.turn()
 
     def take_commands(self) -> list[Command]:
@@ -681,10 +710,14 @@ class ManagerCore:
     def gauges(self) -> dict[Series, float]:
         """Return gauges under the names of `metrics.GAUGES`; other names are for leak checks."""
         tiers = self._tiers
+        retained_cache, retained_pool = tiers.retained
         return {
             "entries": len(tiers),
             ("slots", "cache"): self.capacity.cache_slots,
             ("slots_used", "cache"): tiers.cache_taken,
+            ("slots_retained", "cache"): retained_cache,
+            ("slots_retained", "pool"): retained_pool,
+            "sessions": tiers.sessions,
             "cache_slots_orphaned": tiers.cache_orphans,
             ("slots", "pool"): self.capacity.pool_slots_total - tiers.pool_retired,
             ("slots_used", "pool"): tiers.pool_taken - tiers.pool_retired,

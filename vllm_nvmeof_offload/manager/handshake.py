@@ -60,6 +60,7 @@ class CoreConfig:
     the policy separately. `credit_share` is how much longer a reused chunk is kept (`Recency`); 0
     is plain LRU. With `ON_EVICTION`, at least `clean_share` stays free or evictable without loss.
     With `kv_events`, changes are recorded until the caller takes them (`ManagerCore.take_changes`).
+    `retain_share` of each tier's slots may hold what one client retains.
     Without `admission`, everything that is found is loaded. `equal_min` chunks of a group must be
     equal on a set's ranks before the ranks share one copy; after that, every rank stores one chunk
     in `sample_every`, which is compared again. `peers` are the peers' addresses, by lane.
@@ -76,6 +77,7 @@ class CoreConfig:
     land_cache_share: float = _LAND
     reload_cache_share: float = _RELOAD
     prefetch_cache_share: float = _PREFETCH
+    retain_share: float = 0.25
     admission: bool = True
     writes_pending_share: float = 0.5
     clean_share: float = 0.125

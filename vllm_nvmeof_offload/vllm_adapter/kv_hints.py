@@ -22,13 +22,21 @@ only to the request that carries it, and never overrides what the request or the
 A router names helpers elsewhere, in `kv_transfer_params: {"nvmeof": {"helpers": [...]}}`, which
 other connectors ignore. Only configured peers named there may then read for the request.
 `{"nvmeof": {"explain": true}}` logs the request's record when the request ends.
+
+`{"nvmeof": {"retain_s", "priority", "session"}}` retains the request's chunks in both tiers for
+that many seconds after its end. `session` names what several requests with the same `cache_salt`
+retain together; the last one sets time and priority, and 0 s drops the session.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from vllm_nvmeof_offload.manager.core import SessionIds
 
 #: The most actions that are read per request; the rest are counted as unknown.
 _ACTIONS_MAX = 16
@@ -38,19 +46,34 @@ _PRIORITY_MAX = 100
 _HELPERS_MAX = 64
 #: The longest id of an action that an answer repeats; a longer one is null there.
 _ID_CHARS_MAX = 128
+#: The longest time that a request may ask for: a session's end must be bounded.
+_RETAIN_S_MAX = 7 * 24 * 3600
+_SESSION_CHARS_MAX = 256
+_RETENTION_KEYS = {"retain_s", "priority", "session"}
 _FETCH_KEYS = {"source_control_endpoint": str, "block_hashes": list}
+
+
+class Retention(NamedTuple):
+    """A request to retain chunks for this many seconds; 0 drops the session."""
+
+    seconds: int
+    priority: int
+    session: SessionIds
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
     """The advice on a request. `retain` lists ranges of tokens as (first, end), with an exclusive
-    end or None for no end. `helpers` is as in `LoadCommand`. `answers` has an entry per action."""
+    end or None for no end. `helpers` is as in `LoadCommand`. `answers` has an entry per action of a
+    `kv_hint`, `retention_answer` is empty unless the request has keys of `retention`."""
 
     prefetch: bool = False
     retain: tuple[tuple[int, int | None], ...] = ()
     demote: bool = False
     helpers: int | None = None
     answers: tuple[dict[str, Any], ...] = ()
+    retention: Retention | None = None
+    retention_answer: str = ""
 
     def together(self, other: Advice) -> Advice:
         """Return this advice and `other`, with the helpers of the first and the other's answers."""
@@ -60,6 +83,8 @@ class Advice:
             self.demote or other.demote,
             self.helpers,
             other.answers,
+            self.retention,
+            self.retention_answer,
         )
 
     def retained(self, ends: Iterable[int]) -> list[int]:
@@ -133,6 +158,38 @@ def helpers_of(params: Any, peers: Sequence[str], count: Callable[[str], None]) 
     for one in named:
         count("known" if one in peers else "unknown")
     return sum(1 << number for number, peer in enumerate(peers) if peer in named)
+
+
+def retention_of(params: Any, request: Any, count: Callable[[str], None]) -> Advice:
+    """Read the keys of `Retention` in a request's `kv_transfer_params`.
+
+    `count` is called with `retain`, `drop` or `malformed` if there are any.
+    """
+    ours = params.get("nvmeof") if isinstance(params, dict) else None
+    if not isinstance(ours, dict) or _RETENTION_KEYS.isdisjoint(ours):
+        return Advice()
+    seconds: Any = ours.get("retain_s")
+    priority, name = ours.get("priority", 50), ours.get("session")
+    is_time = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    is_name = isinstance(name, str) and 0 < len(name) <= _SESSION_CHARS_MAX
+    is_valid = is_time and 0 <= seconds <= _RETAIN_S_MAX and (is_name or (name is None and seconds))
+    if not is_valid or not _is_int(priority, 1, _PRIORITY_MAX):
+        count("malformed")
+        return Advice(retention_answer="malformed")
+    done = "retain" if seconds else "drop"
+    count(done)
+    whose = f"session {name}" if is_name else f"request {request.request_id}"
+    session = _session_ids(getattr(request, "cache_salt", None) or "", whose)
+    # At least a second, because 0 is a drop.
+    retention = Retention(math.ceil(seconds), priority, session)
+    return Advice(retention=retention, retention_answer=done)
+
+
+def _session_ids(salt: str, whose: str) -> SessionIds:
+    """Return the ids of a session, which a request with another salt cannot name."""
+    client = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
+    session = hashlib.sha256(client + whose.encode(errors="surrogatepass")).digest()
+    return SessionIds(int.from_bytes(session[:8]), int.from_bytes(client[:4]))
 
 
 def _field(one: Any, name: str, default: Any = None) -> Any:

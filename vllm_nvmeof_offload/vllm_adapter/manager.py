@@ -66,6 +66,7 @@ from vllm_nvmeof_offload.vllm_adapter.kv_hints import (
     Advice,
     advice_of,
     helpers_of,
+    retention_of,
     wants_record,
 )
 from vllm_nvmeof_offload.vllm_adapter.sharing import NAMELESS, ShareSettings, start_sharing, why_not
@@ -294,10 +295,15 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
         params = getattr(request, "kv_transfer_params", None)
         helpers = helpers_of(params, self.config.peers, count_helper) if params else None
-        advice, hints = Advice(helpers=helpers), getattr(req_context, "kv_hints", None)
+        advice = replace(retention_of(params, request, count), helpers=helpers)
+        hints = getattr(req_context, "kv_hints", None)
         over_http = params.get("kv_hint") if isinstance(params, dict) else None
-        if hints is None and over_http is None:
+        if hints is None and over_http is None and not advice.retention_answer:
             return advice
+        if advice.retention and not self.config.retain_share:
+            advice = replace(advice, retention=None, retention_answer="nothing")
+        elif advice.retention and not advice.retention.seconds:
+            self.core.drop_session(advice.retention.session)
         if hints is not None:
             advice = advice.together(replace(advice_of(hints, request, count), answers=()))
         if over_http is not None:
@@ -307,10 +313,16 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._state(req_context).advice = advice
         return advice
 
-    def answers(self, req_context: ReqContext) -> list[dict[str, Any]]:
-        """Return what became of each action in the request's `kv_transfer_params`, if any."""
+    def answers(self, req_context: ReqContext) -> dict[str, Any]:
+        """Return what became of the hints in the request's `kv_transfer_params`, if any."""
         state = req_context.get_state(_RequestState)
-        return list(state.advice.answers) if state is not None and state.advice else []
+        advice = state.advice if state is not None else None
+        found: dict[str, Any] = {}
+        if advice and advice.answers:
+            found["kv_hint"] = list(advice.answers)
+        if advice and advice.retention_answer:
+            found["retention"] = advice.retention_answer
+        return found
 
     def _follow(self, advice: Advice, req_context: ReqContext) -> None:
         """Apply the advice on a request that has ended."""
@@ -321,6 +333,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
         kept = [keys[at] for at in advice.retained(ends)]
         if kept:
             self.core.ended(kept, self._ends(kept, req_context))
+        if (asked := advice.retention) and asked.seconds:
+            every = self._ends(keys, req_context)
+            self.core.retain(keys, every, asked.session, asked.seconds, asked.priority)
 
     def step_scheduled(self, scheduler_output: Any) -> None:
         """Record that vLLM has scheduled a step. Call before the step's commands are taken."""

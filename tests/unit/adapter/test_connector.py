@@ -222,11 +222,11 @@ def test_an_answer_to_hints_is_added_to_what_vllm_returns(
     monkeypatch.setattr(OffloadingConnector, name, lambda *_: result)
     monkeypatch.setattr(_Connector, "scheduler", MagicMock(_req_status={"r": MagicMock()}))
     finish, answers = getattr(_Connector(), name), [{"action_id": "a", "done": "prefetch"}]
-    monkeypatch.setattr(_Connector, "_manager", MagicMock(answers=lambda _: answers))
-    ours = {"nvmeof": {"kv_hint": answers}}
+    monkeypatch.setattr(_Connector, "_manager", MagicMock(answers=lambda _: ours["nvmeof"]))
+    ours: dict[str, dict[str, Any]] = {"nvmeof": {"kv_hint": answers, "retention": "drop"}}
     assert finish(MagicMock(request_id="r"), [1]) == (True, {"remote_host": "h", **ours})
     assert finish(MagicMock(request_id="other"), [1]) == result, "vLLM does not know it"
-    answers = []
+    ours["nvmeof"] = {}
     assert finish(MagicMock(request_id="r"), [1]) == result
 
 

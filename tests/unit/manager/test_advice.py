@@ -33,9 +33,9 @@ def hints(kind: str, **payload: Any) -> KvHintsEnvelope:
 class Server:
     """Four cache slots, eight of the pool; requests have the chunks of given numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, **more: Any) -> None:
         self.numbers: dict[str, tuple[int, ...]] = {}
-        config = CoreConfig(credit_share=2.0, peers=("d0:7000", "d1:7000"))
+        config = CoreConfig(credit_share=2.0, peers=("d0:7000", "d1:7000"), **more)
         self.manager = NVMeoFOffloadingManager(config)
         self.bench = Bench()
         queue = Queue(
@@ -79,7 +79,7 @@ class Server:
         if output.keys_to_store:
             self.bench.done(output.store_spec.command.op)
         self.bench.write_all()
-        answers = self.manager.answers(context)
+        answers = self.manager.answers(context).get("kv_hint", [])
         self.manager.on_request_finished(context)
         return answers
 
@@ -177,13 +177,41 @@ def test_a_router_advises_over_http_and_gets_an_answer() -> None:
     server.manager.core.turn()
     commands = server.manager.core.take_commands()
     assert next(k for command in commands for k in command.batch.key_list()) == key(3)
-    assert server.manager.answers(context) == [
-        {"action_id": "kv.fetch", "done": "prefetch", "ignored": [*fetch]},
-        {"action_id": "kv.teleport", "done": "unknown"},
-    ]
+    assert server.manager.answers(context) == {
+        "kv_hint": [
+            {"action_id": "kv.fetch", "done": "prefetch", "ignored": [*fetch]},
+            {"action_id": "kv.teleport", "done": "unknown"},
+        ]
+    }
     assert server.counted == {"demote": 1, "prefetch": 1, "unknown": 1}
     assert server.serves("e", 9, kv_hints=hints("demote")) == []
     assert server.serves("f", 10, params={"kv_hint": None, "nvmeof": {}}) == []
+
+
+def test_a_session_is_retained_and_dropped_over_http() -> None:
+    def answer(name: str, *numbers: int, **ours: Any) -> Any:
+        context = server.arrives(name, *numbers, params={"nvmeof": ours})
+        return server.manager.answers(context)
+
+    server = Server()
+    server.serves("a", 1, 2, params={"nvmeof": {"retain_s": 60, "session": "s"}})
+    server.serves("b", 3, 4)
+    server.serves("c", 5, 6)
+    assert server.in_cpu(1, 2, 3, 4, 5, 6) == [1, 3, 5, 6], "a quarter of four slots"
+    for number in range(7, 27, 2):
+        server.serves(f"d{number}", number, number + 1)
+    assert server.bench.hits([1, 2, 3, 4]) == [1, 2]
+    assert answer("e", 1, retain_s=60) == {"retention": "retain"}
+    assert answer("f", 1, retain_s="60") == {"retention": "malformed"}
+    assert answer("g", 30, retain_s=0, session="s") == {"retention": "drop"}
+    assert server.counted == {"retain": 2, "malformed": 1, "drop": 1}
+    assert server.manager.core.gauges()["sessions"] == 1
+    server.manager.core.turn()
+    assert server.manager.core.gauges()["sessions"] == 0
+    server = Server(retain_share=0.0)
+    assert answer("a", 1, retain_s=60) == {"retention": "nothing"}
+    server.serves("b", 1, params={"nvmeof": {"retain_s": 60}})
+    assert server.manager.core.gauges()["sessions"] == 0
 
 
 @pytest.mark.parametrize("kv_hint", [7, "x", [], {}, {"actions": "all"}])

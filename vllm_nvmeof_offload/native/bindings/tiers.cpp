@@ -133,7 +133,7 @@ void make_tiers(Tiers* at, Slot cache_slots, const std::vector<Slot>& pool_slots
                 uint16_t ranks, uint64_t credit, bool writes, bool demotes, bool logs_moves,
                 size_t writes_max, size_t clean_min, const std::vector<bool>& slot_errnos,
                 nb::object policy, const std::vector<uint32_t>& set_sizes, uint32_t equal_min,
-                uint32_t sample_every, Foreign* foreign) {
+                uint32_t sample_every, Foreign* foreign, double retain_share) {
   Options options;
   options.cache_slots = cache_slots;
   options.pool_slots = pool_slots;
@@ -153,6 +153,7 @@ void make_tiers(Tiers* at, Slot cache_slots, const std::vector<Slot>& pool_slots
   options.equal_min = equal_min;
   options.sample_every = sample_every;
   options.foreign = foreign;
+  options.retain_share = retain_share;
   new (at) Tiers(std::move(options));
 }
 
@@ -395,7 +396,7 @@ void bind_calls(nb::class_<Tiers>& type) {
            "slot_errnos"_a = std::vector<bool>(), "policy"_a = nb::none(),
            "set_sizes"_a = std::vector<uint32_t>(), "equal_min"_a = Options().equal_min,
            "sample_every"_a = Options().sample_every, "foreign"_a.none() = nb::none(),
-           nb::keep_alive<1, 19>())
+           "retain_share"_a = 0.0, nb::keep_alive<1, 19>())
       .def("__len__", [](const Tiers& tiers) { return tiers.index.size(); })
       .def("lookup", &lookup, "key"_a, "sources"_a = kFromCpu | kFromPool)
       .def("present", &present, "keys"_a, "sources"_a = kFromCpu | kFromPool)
@@ -451,6 +452,22 @@ void bind_calls(nb::class_<Tiers>& type) {
       .def("take_unequal", &Tiers::take_unequal)
       .def("reset", &Tiers::reset)
       .def("entries", &entries);
+}
+
+void bind_retention(nb::class_<Tiers>& type) {
+  type.def(
+          "retain",
+          [](Tiers& tiers, PyKeys keys, uint64_t session, uint32_t client, uint32_t until,
+             uint8_t priority) {
+            return tiers.retain(session, client, until, priority,
+                                KeyList(keys, tiers.index.key_bytes()));
+          },
+          "keys"_a, "session"_a, "client"_a, "until"_a, "priority"_a)
+      .def("drop_session",
+           [](Tiers& tiers, uint64_t session) { return tiers.sessions.drop(session); })
+      .def("expire", &Tiers::expire)
+      .def_prop_ro("retained", &Tiers::retained)
+      .def_prop_ro("sessions", [](const Tiers& tiers) { return tiers.sessions.size(); });
 }
 
 void bind_state(nb::class_<Tiers>& type) {
@@ -603,6 +620,7 @@ NB_MODULE(NVMEOF_TIERS_MODULE, m) {
 #endif
   nb::class_<Tiers> tiers(m, "Tiers");
   bind_calls(tiers);
+  bind_retention(tiers);
   bind_state(tiers);
   bind_holds(m);
   bind_look_ups(m);

@@ -6,9 +6,11 @@
 #include <algorithm>
 #include <bit>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <map>
 #include <memory>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -415,6 +417,327 @@ class Slots {
   Slot next_ = 0;            // the first slot that was never taken
   Slot free_;
   Slot used_ = 0;  // slots with users
+};
+
+// The chunks that requests ask to retain for a time, by session. A session retains the chunks of
+// all its requests until it expires or is dropped; a chunk, until the last of its sessions ends.
+//
+// A client is a number for a salt. All sessions of a chunk belong to one client, because the salt
+// is in every key. If a client may retain no more chunks, its sessions of lower priority lose
+// theirs, from their ends.
+//
+// Sessions are numbered. The one that expires at second s is in the list `wheel_[s % kWheel]`, so a
+// second costs a look at the sessions of one list.
+class Sessions {
+ public:
+  // A client's sessions may refer to each of its chunks this many times on average, and to all
+  // clients' twice as often. A session without chunks is closed, so this bounds sessions too.
+  static constexpr size_t kReferencesPerChunk = 8;
+
+  // chunks_max: the most chunks that one client may retain; 0 turns retention off.
+  Sessions(const Index& index, Row rows, size_t chunks_max)
+      : index_(&index), rows_(rows), chunks_max_(chunks_max), named_(kNames), wheel_(kWheel) {}
+
+  size_t size() const { return count_; }
+  size_t chunks() const { return chunks_; }
+  bool retains(Row row) const { return chunks_ && rows_[row].sessions; }
+  // Return the salt of the row's sessions, or of those that it had last.
+  uint32_t client_of(Row row) const { return rows_[row].client; }
+
+  // Return the session's number after starting or extending it, or kNone if retention is off.
+  uint32_t open(uint64_t id, uint32_t client, uint32_t until, uint8_t priority) {
+    uint32_t one = find(id);
+    if (one != kNone) {
+      unlink(one);
+    } else {
+      if (!chunks_max_) return kNone;
+      ++count_;
+      one = taken(sessions_, free_, &Session::last);
+      sessions_[one] = {};
+      sessions_[one].id = id;
+      sessions_[one].client = client;
+      insert(named_[id % kNames], one, &Session::named);
+    }
+    sessions_[one].until = until;
+    sessions_[one].priority = priority;
+    link(one);
+    return one;
+  }
+
+  // End a session: `due` returns it next. Returns false if there is none of this id.
+  bool drop(uint64_t id) {
+    const uint32_t one = find(id);
+    if (one == kNone) return false;
+    unlink(one);
+    sessions_[one].until = now_;
+    link(one);
+    return true;
+  }
+
+  // Return a session that has expired at this second, or kNone.
+  uint32_t due(uint32_t now) {
+    now_ = std::max(now_, now);
+    if (mutant("a_session_never_expires")) return kNone;
+    if (now_ > next_ + kWheel) next_ = now_ - kWheel;
+    for (; next_ <= now_; ++next_)
+      for (uint32_t one = wheel_[next_ % kWheel]; one != 0; one = sessions_[one - 1].due.next)
+        if (sessions_[one - 1].until <= now_) return one - 1;
+    return kNone;
+  }
+
+  // Return the first session of this one's client with a lower priority, or kNone.
+  uint32_t below(uint32_t one) const {
+    const Session& session = sessions_[one];
+    const auto found = ranked_.lower_bound(uint64_t{session.client} << 8);
+    return found != ranked_.end() && found->first < rank(session) ? found->second - 1 : kNone;
+  }
+
+  // Mark the chunks of a session, or remove the marks. References to evicted chunks are removed.
+  void mark(uint32_t one, bool marked) {
+    uint32_t* at = &sessions_[one].last;
+    while (*at != kNone) {
+      Reference& reference = references_[*at];
+      if (holds(reference)) {
+        rows_[reference.row].marked = marked;
+        at = &reference.next;
+      } else {
+        const uint32_t next = reference.next;
+        give(*at, one);
+        *at = next;
+      }
+    }
+  }
+
+  // Return whether the row needs room that the session's client does not have.
+  bool lacks_room(uint32_t one, Row row) const {
+    if (rows_[row].sessions) return false;
+    const auto found = by_client_.find(sessions_[one].client);
+    return found != by_client_.end() && found->second.chunks >= chunks_max_;
+  }
+
+  // Add a chunk to a session whose chunks are marked. Returns whether it was not retained before.
+  bool add(uint32_t one, Row row) {
+    Retained& retained = rows_[row];
+    const uint32_t client = sessions_[one].client;
+    const size_t most = kReferencesPerChunk * chunks_max_;
+    if (retained.marked || used_ >= 2 * most) return false;
+    Owned& owned = by_client_[client];
+    if (owned.references >= most) return false;
+    const bool is_new = !retained.sessions;
+    if (is_new) {
+      retained.client = client;
+      ++owned.chunks;
+      ++chunks_;
+    }
+    ++retained.sessions;
+    retained.marked = true;
+    ++owned.references;
+    ++used_;
+    const uint32_t at = taken(references_, free_references_, &Reference::next);
+    const auto generation = static_cast<uint32_t>((*index_)[row].generation);
+    references_[at] = {row, generation, sessions_[one].last};
+    sessions_[one].last = at;
+    return is_new;
+  }
+
+  bool is_empty(uint32_t one) const { return sessions_[one].last == kNone; }
+
+  // Remove a session's last chunk. Returns its row if no session retains it any more, or kNoRow.
+  Row pop(uint32_t one) {
+    const uint32_t at = sessions_[one].last;
+    const Reference reference = references_[at];
+    sessions_[one].last = reference.next;
+    give(at, one);
+    if (!holds(reference) || --rows_[reference.row].sessions) return kNoRow;
+    uncount(reference.row);
+    return reference.row;
+  }
+
+  // Remove a session without chunks.
+  void close(uint32_t one) {
+    unlink(one);
+    if (const auto owned = by_client_.find(sessions_[one].client);
+        owned != by_client_.end() && !owned->second.references && !owned->second.chunks)
+      by_client_.erase(owned);
+    remove(named_[sessions_[one].id % kNames], one, &Session::named);
+    --count_;
+    sessions_[one].last = std::exchange(free_, one);
+  }
+
+  // Record that the row's entry is about to be removed.
+  void forget(Row row) {
+    if (!retains(row)) return;
+    rows_[row].sessions = 0;
+    uncount(row);
+  }
+
+  void clear() {
+    const uint32_t now = now_;
+    *this = Sessions(*index_, static_cast<Row>(rows_.size()), chunks_max_);
+    now_ = next_ = now;
+  }
+
+ private:
+  static constexpr uint32_t kWheel = 4096, kNames = 1U << 17;
+
+  struct Retained {
+    uint32_t sessions : 31 = 0;
+    uint32_t marked : 1 = 0;
+    uint32_t client = 0;
+  };
+  struct Owned {  // by a client
+    size_t chunks = 0, references = 0;
+  };
+  struct Reference {  // holds if the row is still the entry of this generation
+    Row row = kNoRow;
+    uint32_t generation = 0;  // its low half
+    uint32_t next = kNone;    // the session's reference before this one, or kNone
+  };
+  struct Links {  // session numbers + 1, or 0
+    uint32_t previous = 0, next = 0;
+  };
+  struct Session {
+    uint64_t id = 0;
+    uint32_t client = 0;
+    uint32_t until = 0;
+    uint32_t last = kNone;  // the last chunk's reference; in a free session, the next free one
+    uint8_t priority = 0;
+    Links due, ranked, named;
+  };
+
+  static uint64_t rank(const Session& one) { return uint64_t{one.client} << 8 | one.priority; }
+  bool holds(const Reference& one) const {
+    const Entry& entry = (*index_)[one.row];
+    const bool same = static_cast<uint32_t>(entry.generation) == one.generation;
+    return same && entry.state != State::ABSENT && rows_[one.row].sessions;
+  }
+
+  uint32_t find(uint64_t id) const {
+    for (uint32_t one = named_[id % kNames]; one != 0; one = sessions_[one - 1].named.next)
+      if (sessions_[one - 1].id == id) return one - 1;
+    return kNone;
+  }
+
+  void uncount(Row row) {
+    --by_client_[rows_[row].client].chunks;
+    --chunks_;
+  }
+
+  // Return the first free item, or a new one. next: a free item's link to the next.
+  template <typename Items, typename Item>
+  static uint32_t taken(Items& items, uint32_t& free, uint32_t Item::* next) {
+    if (free != kNone) return std::exchange(free, items[free].*next);
+    items.emplace_back();
+    return static_cast<uint32_t>(items.size() - 1);
+  }
+  void give(uint32_t at, uint32_t one) {
+    --used_;
+    --by_client_[sessions_[one].client].references;
+    references_[at].next = std::exchange(free_references_, at);
+  }
+
+  void insert(uint32_t& head, uint32_t one, Links Session::* links) {
+    (sessions_[one].*links) = {0, head};
+    if (head != 0) (sessions_[head - 1].*links).previous = one + 1;
+    head = one + 1;
+  }
+  void remove(uint32_t& head, uint32_t one, Links Session::* links) {
+    const Links own = sessions_[one].*links;
+    if (own.next != 0) (sessions_[own.next - 1].*links).previous = own.previous;
+    (own.previous != 0 ? (sessions_[own.previous - 1].*links).next : head) = own.next;
+  }
+  void link(uint32_t one) {
+    Session& session = sessions_[one];
+    session.until = std::max(session.until, now_);
+    next_ = std::min(next_, session.until);
+    insert(wheel_[session.until % kWheel], one, &Session::due);
+    insert(ranked_[rank(session)], one, &Session::ranked);
+  }
+  void unlink(uint32_t one) {
+    const Session& session = sessions_[one];
+    remove(wheel_[session.until % kWheel], one, &Session::due);
+    const auto found = ranked_.find(rank(session));
+    remove(found->second, one, &Session::ranked);
+    if (found->second == 0) ranked_.erase(found);
+  }
+
+  const Index* index_;
+  HugeColumn<Retained> rows_;
+  size_t chunks_max_;
+  size_t chunks_ = 0;  // retained ones
+  std::deque<Session> sessions_;
+  size_t count_ = 0;  // sessions that are not free
+  uint32_t free_ = kNone;
+  std::unordered_map<uint32_t, Owned> by_client_;
+  std::deque<Reference> references_;
+  uint32_t free_references_ = kNone;
+  size_t used_ = 0;             // references
+  HugeColumn<uint32_t> named_;  // the first session + 1 by the low bits of its id
+  HugeColumn<uint32_t> wheel_;
+  std::map<uint64_t, uint32_t> ranked_;  // the first session + 1 by client and priority
+  uint32_t now_ = 0, next_ = 0;          // the current second, and the first one not finished
+};
+
+// The slots of a tier or target that `Keeping` keeps: one client's are at most `client_max`, and
+// all clients' at most twice as many.
+struct KeptSlots {
+  size_t client_max = 0, all = 0;
+  std::unordered_map<uint32_t, size_t> by_client;
+};
+
+// An order that evicts retained chunks only if nothing else is left, the least recently used first.
+class Keeping final : public Order {
+ public:
+  Keeping(std::unique_ptr<Order> rest, const SlotRecords& slots, const Sessions& sessions,
+          KeptSlots& counts)
+      : rest_(std::move(rest)), kept_(slots), slots_(slots), sessions_(sessions), counts_(counts) {}
+
+  void admit(Slot slot) override {
+    if (keeps(slot)) return kept_.admit(slot);
+    if (!may_keep(slot)) return rest_->admit(slot);
+    ++counts_.by_client[client_of(slot)];
+    ++counts_.all;
+    kept_.admit(slot);
+  }
+  void withdraw(Slot slot) override {
+    if (!keeps(slot)) return rest_->withdraw(slot);
+    const auto found = counts_.by_client.find(client_of(slot));
+    if (--found->second == 0) counts_.by_client.erase(found);
+    --counts_.all;
+    kept_.withdraw(slot);
+  }
+  void touch(Slot slot) override { rest_->touch(slot); }  // `kept_` needs no call
+  Slot peek() override {
+    const Slot slot = rest_->peek();
+    return slot == kNone ? kept_.peek() : slot;
+  }
+  Slot victim() override {
+    const Slot slot = rest_->victim();
+    return slot == kNone && kept_.size() ? Order::victim() : slot;
+  }
+  bool contains(Slot slot) const override { return keeps(slot) || rest_->contains(slot); }
+  size_t size() const override { return rest_->size() + kept_.size(); }
+  void warm(Slot slot) const override { rest_->warm(slot); }
+  Slot later(size_t count) const override { return rest_->later(count); }
+
+ private:
+  bool keeps(Slot slot) const { return kept_.size() && kept_.contains(slot); }
+  bool may_keep(Slot slot) {
+    const Row row = slots_[slot].row;
+    if (row == kNoRow || !sessions_.retains(row) || rest_->contains(slot)) return false;
+    if (mutant("retained_chunks_are_evicted_like_others")) return false;
+    if (mutant("a_client_retains_all_that_it_wants")) return true;
+    const auto found = counts_.by_client.find(client_of(slot));
+    const size_t own = found == counts_.by_client.end() ? 0 : found->second;
+    return own < counts_.client_max && counts_.all < 2 * counts_.client_max;
+  }
+  uint32_t client_of(Slot slot) const { return sessions_.client_of(slots_[slot].row); }
+
+  std::unique_ptr<Order> rest_;
+  Lru kept_;
+  const SlotRecords& slots_;
+  const Sessions& sessions_;
+  KeptSlots& counts_;
 };
 
 // Evict chunks until `wanted` is free, in a tier whose slots may be divided. Returns false if

@@ -23,6 +23,18 @@ std::unique_ptr<Order> make(const MakeOrder& make_order, const Slots& slots) {
   return std::make_unique<Lru>(slots.all());
 }
 
+// Return the most slots of a tier, or of a target, that one client's retained chunks may take.
+size_t retained_max(const Options& options, size_t slots) {
+  return static_cast<size_t>(options.retain_share * static_cast<double>(slots));
+}
+
+// Return the most chunks that one client may retain: its share of the tier that keeps them longest.
+size_t retained_max(const Options& options) {
+  size_t slots = 0;
+  for (const Slot count : options.pool_slots) slots += options.writes ? count : 0;
+  return retained_max(options, slots ? slots : options.cache_slots);
+}
+
 // Return whether the tier holds a whole copy of an entry in this state.
 bool copied(State state, Source tier) {
   if (state == State::FETCHING && mutant("fetch_is_reported_at_its_start")) return true;
@@ -58,6 +70,7 @@ Tiers::Tiers(Options options)
             return static_cast<Row>(rows);
           }(),
           options.key_bytes),
+      sessions(index, index.capacity(), retained_max(options)),
       cache(options.cache_slots, largest(options.set_sizes)),
       options_(std::move(options)),
       recency_(options_.credit),
@@ -74,12 +87,17 @@ Tiers::Tiers(Options options)
 // Make new orders, in which nothing is evictable and nothing waits to be written.
 void Tiers::make_orders() {
   backlog = passed_over_ = 0;
+  keeping_ = false;
+  cache_kept_ = {};
   stays_ = HugeColumn<Stay>(stays_.size());  // all are KEPT
   unkept_ = 0;
   clean = make(options_.make_order, cache);
   unwritten = make(options_.make_order, cache);
   arrivals_ = Arrivals(cache.all().size());
-  for (Target& one : targets) one.order = make(options_.make_order, one.slots);
+  for (Target& one : targets) {
+    one.order = make(options_.make_order, one.slots);
+    one.kept = {};
+  }
 }
 
 // -- look-ups -------------------------------------------------------------------------
@@ -432,6 +450,76 @@ void Tiers::cool(Slot slot, uint64_t used) {
   if (!home(slot).contains(slot)) return;  // it is filed when it is admitted
   home(slot).withdraw(slot);
   home(slot).admit(slot);
+}
+
+// -- retention ------------------------------------------------------------------------
+
+bool Tiers::retain(uint64_t session, uint32_t client, uint32_t until, uint8_t priority, Keys keys) {
+  const uint32_t one = sessions.open(session, client, until, priority);
+  if (one == kNone) return false;
+  start_keeping();
+  sessions.mark(one, true);
+  for (const Row row : rows_of(keys)) {
+    if (row == kNoRow) continue;
+    if (!make_retained_room(one, row)) break;
+    if (sessions.add(one, row)) refile(row);
+  }
+  sessions.mark(one, false);
+  if (!sessions.is_empty(one)) return true;
+  sessions.close(one);
+  return false;
+}
+
+// Evict retained chunks last from now on. Before the first one, the orders cost nothing more.
+void Tiers::start_keeping() {
+  if (std::exchange(keeping_, true)) return;
+  const auto wrap = [this](std::unique_ptr<Order>& order, const Slots& slots, KeptSlots& kept) {
+    kept.client_max = retained_max(options_, slots.capacity());
+    order = std::make_unique<Keeping>(std::move(order), slots.all(), sessions, kept);
+  };
+  wrap(clean, cache, cache_kept_);
+  wrap(unwritten, cache, cache_kept_);
+  for (Target& one : targets) wrap(one.order, one.slots, one.kept);
+}
+
+// Take chunks from the client's sessions of lower priority until the session may retain this one.
+bool Tiers::make_retained_room(uint32_t session, Row row) {
+  while (sessions.lacks_room(session, row)) {
+    const uint32_t below = sessions.below(session);
+    if (below == kNone) return false;
+    if (sessions.is_empty(below))
+      sessions.close(below);
+    else
+      release_last(below);
+  }
+  return true;
+}
+
+void Tiers::release_last(uint32_t session) {
+  if (const Row row = sessions.pop(session); row != kNoRow) refile(row);
+}
+
+void Tiers::expire(uint32_t now) {
+  if (!sessions.size()) return;
+  size_t left = kExpiredMax;
+  for (uint32_t one; left > 0 && (one = sessions.due(now)) != kNone; --left) {
+    for (; left > 1 && !sessions.is_empty(one); --left) release_last(one);
+    if (sessions.is_empty(one)) sessions.close(one);
+  }
+}
+
+// Admit an entry's evictable slots again, after it began or ceased to be retained.
+void Tiers::refile(Row row) {
+  const auto again = [](Order& order, Slot slot) {
+    if (!order.contains(slot)) return;
+    order.withdraw(slot);
+    order.admit(slot);
+  };
+  const Entry& entry = index[row];
+  if (entry.cache != kNoSlot)
+    again(home(static_cast<Slot>(entry.cache)), static_cast<Slot>(entry.cache));
+  if (entry.place != kNoPlace)
+    again(*target(entry.place).order, target(entry.place).slot(entry.place));
 }
 
 Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order) {
@@ -831,6 +919,7 @@ void Tiers::doom(Row row, bool retire) {
 void Tiers::forget(Row row, bool retire) {
   if (index[row].cache != kNoSlot) leave_cache(row);
   if (index[row].place != kNoPlace) leave_pool(row, retire);
+  sessions.forget(row);
   index.remove(row);
 }
 
@@ -1059,6 +1148,7 @@ void Tiers::reset() {
   });
   make_orders();
   log_reset();
+  sessions.clear();
   index.clear();
   cache.orphan_all();
   for (Target& one : targets) one.slots.orphan_all();

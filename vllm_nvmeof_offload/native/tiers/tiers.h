@@ -69,6 +69,9 @@ inline constexpr uint32_t kUsesMin = 2;
 // The distance at which a loop over keys or rows prefetches memory.
 inline constexpr size_t kAhead = 16;
 
+// The most chunks that sessions give up in one step, so that a long one delays no step.
+inline constexpr size_t kExpiredMax = 4096;
+
 // The number of reasons for a fetch; see `Reason` in manager/hold_and_prefetch.py.
 inline constexpr size_t kFetchReasons = 3;
 
@@ -182,6 +185,7 @@ struct Options {
   uint32_t equal_min = 8;           // equal samples of a group required for single copies
   uint32_t sample_every = 1024;     // after that, every rank stores one chunk in this many
   uint64_t credit = 0;              // the CPU tier's credit for `Recency`, in uses
+  double retain_share = 0;          // of each tier's slots, what one client may retain
   bool writes = true;               // whether chunks are written to the pool
   bool demotes = false;             // whether they are written on eviction, not when stored
   bool logs_moves = false;
@@ -205,6 +209,7 @@ struct Target {
   Slots slots;
   Recency recency{0};  // the pool gives no credit
   std::unique_ptr<Order> order;
+  KeptSlots kept;
   bool usable = true;
   size_t pending = 0;  // planned and running writes
   double speed = 0;    // its write rate as a share of the fastest target's, or 0 if unknown
@@ -258,6 +263,11 @@ class Tiers {
   // by more than one request. A chunk that waits for write-through keeps its turn, and without a
   // pool nothing changes.
   void cool(Keys keys);
+  // Retain these chunks, given in prefix order, until a second, in addition to the session's
+  // others. Returns false if nothing is retained. See `Sessions`.
+  bool retain(uint64_t session, uint32_t client, uint32_t until, uint8_t priority, Keys keys);
+  // End the sessions that have expired at this second or were dropped, at most kExpiredMax chunks.
+  void expire(uint32_t now);
   // Plan a fetch: the read, into a cache slot, of a chunk that is only in a pool. Returns kNoRow if
   // there is no slot, or if another engine no longer has the chunk.
   Row begin_fetch(const char* key, size_t reason);
@@ -289,6 +299,12 @@ class Tiers {
 
   // -- counts -----------------------------------------------------------------------
   size_t evictable() const;  // cache slots, including free ones
+  // Return the evictable slots whose chunks are retained, in the CPU tier and in the pool.
+  std::pair<size_t, size_t> retained() const {
+    size_t pool = 0;
+    for (const Target& one : targets) pool += one.kept.all;
+    return {cache_kept_.all, pool};
+  }
   size_t writes_intended() const { return writes_.size(); }
   size_t fetches_intended() const;
 
@@ -296,6 +312,7 @@ class Tiers {
   const Foreign* foreign() const { return options_.foreign; }
 
   Index index;
+  Sessions sessions;
   Slots cache;
   std::unique_ptr<Order> clean;      // cache slots that are evictable without loss
   std::unique_ptr<Order> unwritten;  // evicting one of these slots loses its chunk; see `may_lose`
@@ -395,6 +412,10 @@ class Tiers {
   bool write_due() const;
   void keep(Row row);
   void cool(Slot slot, uint64_t used);
+  void start_keeping();
+  bool make_retained_room(uint32_t session, Row row);
+  void release_last(uint32_t session);
+  void refile(Row row);
   void stay(Slot slot, Stay next);
   void want(Slot slot);
   void unwant(Slot slot);
@@ -413,6 +434,8 @@ class Tiers {
   Options options_;
   mutable std::vector<Row> found_;
   mutable std::vector<ForeignRow> foreign_found_;
+  bool keeping_ = false;               // whether the orders are `Keeping`
+  KeptSlots cache_kept_;               // of `clean` and `unwritten`
   Recency recency_;                    // for the cache slots
   Arrivals arrivals_;                  // cache slots that wait to be written, pinned or not
   HugeColumn<Stay> stays_;             // by cache slot
