@@ -27,7 +27,7 @@ _UNBOUNDED = 1 << 62
 
 PROFILES = ("plain", "plain", "calm", "hangs", "restarts", "pool", "stuck", "demotion", "waiting")
 #: Of these no seed draws one.
-CHOSEN_BY_NAME = ("borrowing", "flushes", "leases")
+CHOSEN_BY_NAME = ("borrowing", "flushes", "leases", "retaining")
 
 
 class Violation(AssertionError):  # noqa: N818 - the protocol's word
@@ -106,6 +106,7 @@ class Knobs:
     abort: float
     reset: float
     crash: float
+    retains: float = 0.0  # share of requests that retain their chunks, or drop a session
     store_threshold: int = 1
     write_policy: str = "through"
     by_priority: bool = False  # vLLM's scheduling policy
@@ -338,17 +339,24 @@ def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
             "pool_slots": rng.randint(4, 12),
         }
     if profile == "pool":
-        return {
-            "cache_slots": rng.randint(5, 12),
-            "pool_slots": rng.randint(20, 40),
-            "gpu_blocks": rng.randint(12, 18),
-            "reset": rng.choice((0.0, 0.01)),
-            "crash": rng.choice((0.0, 0.01)),
-            "full_slot": 0.0,
-            "copy_s": rng.choice((0.0005, 0.01)),
-            "ticks": 500,
-        }
+        return _pooled(rng)
+    if profile == "retaining":  # chosen by name only
+        return {**_pooled(rng), "retains": 0.4, "cache_slots": rng.randint(16, 32)}
     return {}
+
+
+def _pooled(rng: random.Random) -> dict[str, Any]:
+    """A pool larger than the CPU tier, which few failures make smaller."""
+    return {
+        "cache_slots": rng.randint(5, 12),
+        "pool_slots": rng.randint(20, 40),
+        "gpu_blocks": rng.randint(12, 18),
+        "reset": rng.choice((0.0, 0.01)),
+        "crash": rng.choice((0.0, 0.01)),
+        "full_slot": 0.0,
+        "copy_s": rng.choice((0.0005, 0.01)),
+        "ticks": 500,
+    }
 
 
 def _flushes(rng: random.Random) -> dict[str, Any]:

@@ -109,6 +109,9 @@ PROFILE = {
     "a_shared_stream_slot_returns_at_the_first_reader": "pool",
     "a_hung_serve_slot_is_free_at_the_outcome": "hangs",
     "intersection_over_all_ranks": "restarts",
+    "retained_chunks_are_evicted_like_others": "retaining",
+    "a_session_never_expires": "retaining",
+    "a_client_retains_all_that_it_wants": "retaining",
 }
 
 #: Name → the groups with which the rule matters; otherwise full attention only.
@@ -1041,6 +1044,9 @@ native(
     "demotion_begins_at_once",
     "unwritten_is_evicted_before_clean",
     "read_evicts_the_unwritten",
+    "retained_chunks_are_evicted_like_others",
+    "a_session_never_expires",
+    "a_client_retains_all_that_it_wants",
 )
 
 

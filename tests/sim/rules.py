@@ -46,6 +46,7 @@ from .base import Clock, Knobs, Tag, Violation
 from .follower import COMPLETE, DEAD, NONE, SimFollower
 from .owners import is_foreign
 from .rank import SimRank
+from .retention_rules import RetentionRules
 from .shapes import holds, overlap, split_cache, split_place
 from .store import START_TAG
 
@@ -82,6 +83,7 @@ class Rules:
         self._core = core
         self._policies = PolicyRules(core, knobs)
         self._events = EventRules(core)
+        self._retention = RetentionRules(core, knobs, clock) if knobs.retains else None
         self._follower = follower
         self._foreign = None if follower is None else ForeignRules(core, clock, follower)
         self._knobs = knobs
@@ -145,17 +147,21 @@ class Rules:
                 self._fresh(cache, identity)
         self.ops[command.op] = op
         self._policies.planned(self._used(), self._provisional_gone(ours), None)
+        self._retained(ours, keys)
         self._used_here(keys)
         return command
 
     def turn(self) -> None:
         self.fetching(self._core.turn)
+        if self._retention is not None:
+            self._retention.turned()
 
     def fetching(self, step: Callable[[], None]) -> None:
         """Run a step that may begin fetches: prefetches, or a probe."""
         before = self._entries()
         step()
         self._policies.turned(self._provisional_gone(before))
+        self._retained(before, ())
 
     def prepare_store(
         self,
@@ -188,6 +194,7 @@ class Rules:
                 later = {key for key, one in zip(keys, provisional.tolist(), strict=True) if one}
                 self._provisional.update(i.generation for i in op.identities if i.key in later)
         self._policies.planned(self._used(), self._provisional_gone(known), keys)
+        self._retained(known, keys)
         self._used_here(keys)
         if self._foreign is not None and plan.command is not None:
             self._foreign.stored(self.ops[plan.command.op])
@@ -198,6 +205,8 @@ class Rules:
         if self._foreign is not None:
             self._foreign.ended(keys, self._entries(), self._provisional)
         self._core.ended(keys, ends)
+        if self._retention is not None:
+            self._retention.ended(keys, ends)
         self._used_here(keys)
         self._commands_wait()
 
@@ -334,6 +343,8 @@ class Rules:
         """tag: of the weights; None: they have no name. again: one was queued already."""
         self._tag = tag
         self._void.update(g for g in self._expected if not is_foreign(g))
+        if self._retention is not None:
+            self._retention.clear()
         if self._foreign is not None:
             self._foreign.reset(tag, again=again)
         self._commands_wait()
@@ -512,6 +523,11 @@ class Rules:
 
     def _used(self) -> set[int]:
         return {slot for _, slot, _ in self._users("cache")}
+
+    def _retained(self, before: Mapping[bytes, Entry], keys: Collection[bytes]) -> None:
+        if self._retention is not None:
+            places = {place for _, place, _ in self._users("places")}
+            self._retention.planned(before, self._used() | places, keys)
 
     def _fresh(self, slot: int, identity: SlotIdentity) -> None:
         """Rule 7: a slot is given out again only when no rank works on it."""

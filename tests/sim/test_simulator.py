@@ -214,6 +214,11 @@ def test_no_rule_breaks_while_permits_run_out_and_leases_are_lost() -> None:
         _seen.update(play(seed, "leases"))
 
 
+def test_no_rule_breaks_while_sessions_retain_chunks() -> None:
+    for seed in range(_FIRST, _FIRST + 60):
+        _seen.update(play(seed, "retaining", shape=FULL, sets=0, owners=0))
+
+
 @pytest.mark.parametrize(
     "policy", [*sorted({*POLICIES} - {CREDITED}), "04_custom_policy:SecondChance"]
 )

@@ -106,6 +106,7 @@ class World:
             kv_events=True,
             equal_min=knobs.equal_min,
             sample_every=knobs.sample_every,
+            retain_share=0.5 if knobs.retains else 0.0,
         )
         self._sets = [RankSet(knobs) for _ in range(knobs.ranks // knobs.set_size)]
         self.ranks = [
