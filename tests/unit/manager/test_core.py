@@ -213,6 +213,13 @@ def test_a_chunk_whose_read_was_cut_off_gives_its_place_to_a_write_of_the_same_r
     assert bench.write().batch.places[0] == load.batch.places[0]
 
 
+def test_without_a_pool_nothing_waits_to_be_written() -> None:
+    bench = Bench(pool=0)
+    bench.store(1)
+    assert bench.writes() == []
+    assert bench.core.gauges()["writes_pending", "waiting"] == 0
+
+
 def test_with_one_target_suspect_the_others_take_the_writes() -> None:
     bench = Bench(cache=8, pool=6, targets=3, writes_pending_share=1.0)
     bench.core.report([VerdictReport(0, 1, "suspect")])

@@ -387,6 +387,14 @@ def test_a_provisional_chunk_that_others_have_is_not_written_when_it_is_kept() -
     assert bench.written() == [101]
 
 
+def test_without_a_pool_of_our_own_nothing_becomes_wanted() -> None:
+    bench = DedupeBench(writes=False)
+    bench.borrow()
+    bench.withdraw()
+    bench.use(3)
+    assert (bench.written(), bench.tiers.backlog, bench.deduped) == ([], 0, 0)
+
+
 def test_on_eviction_a_lost_chunk_waits_until_the_cpu_tier_is_full() -> None:
     bench = DedupeBench(cache=2, demotes=True)
     bench.borrow()
