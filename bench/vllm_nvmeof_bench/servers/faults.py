@@ -31,8 +31,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_nvmeof_offload.native._tiers import LaneOp
-
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import CANCELLED, OK, ConfigError, Outcome, io_error
 from vllm_nvmeof_offload.io.base import (
@@ -46,6 +44,7 @@ from vllm_nvmeof_offload.io.base import (
     end_of,
 )
 from vllm_nvmeof_offload.native import PythonLanes
+from vllm_nvmeof_offload.native._tiers import LaneOp
 from vllm_nvmeof_offload.pool.format import Stamp
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import (
