@@ -401,8 +401,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return super().get_kv_connector_stats()
 
     def reset_cache(self) -> bool | None:
-        is_kept = self.paused.keep(has_jobs=bool(self.scheduler._jobs))
-        return True if is_kept else self._invalidate()
+        return self.paused.keep(has_jobs=bool(self.scheduler._jobs)) or self._invalidate()
 
     def _invalidate(self) -> bool | None:
         """Drop all chunks, and vLLM's state about them."""

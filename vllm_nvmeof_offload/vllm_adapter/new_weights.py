@@ -17,9 +17,8 @@ not verified. It can be given in a call of ours, which `collective_rpc` answers 
 in an extra argument of the call that completes the update, removed before the workers get the call;
 or, if configured, in vLLM's own `EngineCore.set_weight_version`, which some releases lack.
 
-**Pause and sleep.** vLLM resets its connectors in each pause that clears caches, because the
-weights may change meanwhile. The weights usually stay, so `EngineCore._reset_caches` is wrapped and
-`PausedTiers` compares the weights in memory. Without that method, each pause invalidates the tiers.
+**Pause and sleep.** vLLM resets its connectors in each pause that clears caches, because weights
+may change. Usually they stay, so `_reset_caches` is wrapped and `PausedTiers` compares them.
 
 **Death of the API server.** vLLM's engine process outlives a killed API server. The engine then
 serves no requests, but keeps its memory, its GPU and the lock on its pool, so that the next server
@@ -198,13 +197,24 @@ def _watch_versions(stock: Callable[..., Any]) -> Callable[..., Any]:
 def _watch_pauses(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def _reset_caches(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as pauses:
-            for one in _connectors_with(self, "paused"):
-                one.paused.read = functools.partial(_fingerprints, self)
-                pauses.enter_context(one.paused.pausing())
+        ours = _paused_tiers(self)
+        for one in ours:
+            one.is_pausing = True
+        try:
             return stock(self, *args, **kwargs)
+        finally:
+            for one in ours:
+                one.is_pausing = False
 
     return _reset_caches
+
+
+def _paused_tiers(engine_core: Any) -> list[PausedTiers]:
+    """Return our connectors' `paused`, which can now read the engine's weights."""
+    ours = [one.paused for one in _connectors_with(engine_core, "paused")]
+    for one in ours:
+        one.read = functools.partial(_fingerprints, engine_core)
+    return ours
 
 
 def _fingerprints(engine_core: Any) -> list[str] | None:
@@ -243,9 +253,7 @@ def _watch_requests(stock: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(stock)
     def add_request(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if "_nvmeof_reads" not in vars(self):
-            self._nvmeof_reads = True
-            for one in _connectors_with(self, "paused"):
-                one.paused.read = functools.partial(_fingerprints, self)
+            self._nvmeof_reads = bool(_paused_tiers(self))
         lora = getattr(request, "lora_request", None)
         new = lora is not None and not _adapters(self).knows(lora)
         if new and _adapters(self).note(lora, stamp_of(lora)):
@@ -291,10 +299,8 @@ class PausedTiers:
     The ranks' weights are compared bit by bit: before the first look-up after the pause, with those
     before the first look-up after the last reset or the start. So a change that bypasses vLLM is
     noticed too. During the pause nothing is looked up or stored, so an update need not invalidate
-    anything yet, nor need a crash: chunks on disk are those of the weights that their tag names.
-
-    Both tiers become invalid if the weights differ or cannot be compared, if they got another name
-    during the pause, or if a copy from GPU memory was in progress, because sleep unmaps it.
+    anything yet, nor need a crash: chunks on disk are those of the weights that their tag names. A
+    copy from GPU memory in progress invalidates both tiers, because sleep unmaps that memory.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -302,7 +308,7 @@ class PausedTiers:
         #: Returns the ranks' fingerprints, or None if unknown. Set when the engine is known.
         self.read: Callable[[], list[str] | None] = lambda: None
         self.undecided = False  # whether the tiers are kept, but the weights not compared yet
-        self._is_pausing = False
+        self.is_pausing = False  # whether a reset is a pause's
         self._is_read = False  # whether `_weights` has been read since the last reset
         self._weights: list[str] | None = None  # those of all chunks; None if unknown
         self._name = (b"", False)
@@ -312,20 +318,11 @@ class PausedTiers:
         """Whether `compare` must precede the next look-up."""
         return self.undecided or not self._is_read
 
-    @contextlib.contextmanager
-    def pausing(self) -> Iterator[None]:
-        """Treat a reset in this context as a pause's."""
-        self._is_pausing = True
-        try:
-            yield
-        finally:
-            self._is_pausing = False
-
     def keep(self, *, has_jobs: bool) -> bool:
         """Return whether vLLM's present reset invalidates nothing yet. `has_jobs`: vLLM awaits
         transfers."""
         manager = self._manager
-        if not self._is_pausing:
+        if not self.is_pausing:
             self.give_up()  # somebody has asked for this reset
         elif not self.undecided and manager.is_attached:
             if not self._is_read:
@@ -341,8 +338,7 @@ class PausedTiers:
 
     def compare(self) -> bool:
         """Compare the weights after a pause, or read those of the next chunks. Return whether the
-        tiers stay valid; if not, all chunks must be dropped. Blocks until the ranks have answered,
-        once per start, reset or pause."""
+        tiers stay valid, or else must be dropped. Blocks, once per start, reset or pause."""
         core, before, was_undecided = self._manager.core, self._weights, self.undecided
         self._weights, self._is_read, self.undecided = self.read(), True, False
         if not was_undecided:

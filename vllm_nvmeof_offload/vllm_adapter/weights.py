@@ -13,8 +13,7 @@ a file of another format. A **stamp** has no such gap but is valid only on one m
 before the weights are read and compared afterwards.
 
 A model is identified by the content of its local files, or by the commit of its hub repository.
-A **fingerprint** is that of weights in memory: it reads every bit of them on their device, and is
-valid as long as the process.
+A **fingerprint** identifies weights in memory, within one process, by every bit.
 
 Some load formats read weights from elsewhere; chunks of such a server must not be adopted
 (`why_unknown`). vLLM's block hashes contain an adapter's name and path: an adapter that is
@@ -245,8 +244,7 @@ def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]
     return ranges
 
 
-#: Words of 8 bytes that are hashed at once: within a CPU's cache, or enough work for a GPU, whose
-#: memory has little room (two arrays of 32 MiB).
+#: Words of 8 bytes that are hashed at once: within a CPU's cache, or two arrays of 32 MiB on a GPU.
 _WORDS_AT_ONCE_CPU, _WORDS_AT_ONCE = 1 << 18, 1 << 22
 #: Odd 64-bit numbers whose bits look random, as signed integers.
 _ODD, _ODDER = -0x61C8864680B583EB, -0x4B47D0C5E1A78715
@@ -255,43 +253,33 @@ _ODD, _ODDER = -0x61C8864680B583EB, -0x4B47D0C5E1A78715
 def weights_fingerprint(worker: Any) -> str:
     """Return 64 hex digits that identify the weights in this rank's memory, or "" if unknown.
 
-    `worker` is vLLM's worker. All parameters and buffers of the model and of a drafter count. A
-    change of one word of 8 bytes always changes the result, and other changes do so unless two
-    64-bit sums collide; nobody is assumed to construct a collision.
+    All parameters and buffers of vLLM's `worker`, and of its drafter, count. A change of one word
+    of 8 bytes always changes the result; other changes do so unless two 64-bit sums collide.
     """
     import torch
 
     config = worker.vllm_config
     offload = getattr(config, "offload_config", None)
-    if config.lora_config is not None or (offload is not None and offload != type(offload)()):
-        return ""  # adapters are no parameters, and offloaded weights are not in their place
-    if _are_unmapped():
-        return ""
-    models = [worker.model_runner.get_model()]
-    if drafter_of(config) is not None:
-        models.append(worker.get_draft_model())
-    if None in models:
-        return ""
-    digest = hashlib.sha256()
-    with torch.inference_mode():
-        for model in models:
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                    return ""  # its bytes are those of other tensors
-                if not tensor.numel() and vars(tensor).get("partitions"):
-                    return ""
-                fact = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{_sums(tensor)}\0"
-                digest.update(fact.encode())
-    return digest.hexdigest()
-
-
-def _are_unmapped() -> bool:
-    """Return whether weights on a GPU are asleep. A program can put them to sleep in the worker,
-    without the engine; reading them would then end the process."""
     cumem = sys.modules.get("vllm.device_allocator.cumem")
     allocator = cumem and cumem.CuMemAllocator.instance
     parts = allocator.pointer_to_data.values() if allocator else ()
-    return any(part.is_asleep and part.tag != "kv_cache" for part in parts)
+    if any(part.is_asleep and part.tag != "kv_cache" for part in parts):
+        return ""  # unmapped, perhaps without the engine's knowledge: a read would end the process
+    if config.lora_config is not None or offload not in (None, offload and type(offload)()):
+        return ""  # adapters are no parameters, and offloaded weights are elsewhere
+    has_draft, digest = drafter_of(config) is not None, hashlib.sha256()
+    models = [worker.model_runner.get_model(), *([worker.get_draft_model()] if has_draft else ())]
+    if None in models:
+        return ""
+    with torch.inference_mode():
+        for model in models:
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+                if not is_plain or "partitions" in vars(tensor):
+                    return ""  # its bytes are those of other tensors
+                fact = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{_sums(tensor)}\0"
+                digest.update(fact.encode())
+    return digest.hexdigest()
 
 
 def _sums(tensor: Any) -> list[int]:
@@ -315,8 +303,7 @@ def _sums(tensor: Any) -> list[int]:
         low = torch.mul(part, by, out=out).sum()
         high = torch.bitwise_right_shift(part, 32, out=out).mul_(by).sum()
         sums = sums * _ODD + torch.stack([low, high])
-    found: list[int] = sums.tolist()
-    return found
+    return [int(one) for one in sums.tolist()]
 
 
 #: Load formats of vLLM 0.32 and 0.33 that always read the weights from the files of `model`.
