@@ -36,14 +36,14 @@ def numbers_from(first: int) -> Iterator[None]:
 _LISTEN = "0A"
 
 
-def listening() -> list[int]:
+def listening(pid: int | str = "self") -> list[int]:
     inodes = set()
-    for descriptor in os.listdir("/proc/self/fd"):
+    for descriptor in os.listdir(f"/proc/{pid}/fd"):
         with suppress(OSError):
-            inodes.add(os.readlink(f"/proc/self/fd/{descriptor}"))
+            inodes.add(os.readlink(f"/proc/{pid}/fd/{descriptor}"))
     ports = []
     for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
             _, place, _, state, *_, inode = line.split()[:10]
             if state == _LISTEN and f"socket:[{inode}]" in inodes:
                 ports.append(int(place.rpartition(":")[2], 16))

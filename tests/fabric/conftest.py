@@ -17,6 +17,7 @@ from .report import render
 from .rig.guest import Guest, GuestFailedError
 from .rig.packages import RigUnavailableError
 from .scenarios import BOOTS, IN_REAL_TIME
+from .scenarios.peers import LIBRARIES
 
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
@@ -78,7 +79,8 @@ def play(guest: Guest, scenarios: list[str], number: int) -> Results:
     python = shlex.quote(sys.executable)
     names = shlex.join(scenarios)
     script = (
-        f"cd {shlex.quote(str(ROOT))} && export OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 "
+        f"cd {shlex.quote(str(ROOT))} && mkdir {LIBRARIES} && export LD_LIBRARY_PATH={LIBRARIES} "
+        f"OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 "
         f"&& exec {python} -m tests.fabric.run /run/job/result.json {names}\n"
     )
     result = job / "result.json"

@@ -124,11 +124,13 @@ class RdmaLinks:
         run("ip", "rule", "add", "pref", "3", "lookup", "local")
         run("ip", "rule", "del", "pref", "0")
 
-    def cut(self, path: int) -> None:
+    @staticmethod
+    def cut(path: int) -> None:
         for name in (f"near{path}", f"far{path}"):
             run("tc", "qdisc", "replace", "dev", name, "root", "netem", "loss", "100%")
 
-    def mend(self, path: int) -> None:
+    @staticmethod
+    def mend(path: int) -> None:
         for name in (f"near{path}", f"far{path}"):
             with suppress(AssertionError):  # it is not cut
                 run("tc", "qdisc", "del", "dev", name, "root")

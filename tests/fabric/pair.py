@@ -11,6 +11,7 @@ import multiprocessing
 import select
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -40,6 +41,7 @@ LOADED_BYTES = CHUNKS * PAYLOAD_BYTES
 #: Of each link; more than it moves in the time of a beat.
 READS_MAX = 8
 STREAM_SLOTS, SERVE_SLOTS = 4 * READS_MAX, READS_MAX
+#: Of a read.
 DEADLINE_S = 120.0
 ANSWER_S_MAX = 900.0
 POLL_S = 0.001
@@ -83,8 +85,10 @@ class _Process:
 class Loader(_Process):
     """Returns when all chunks are written."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(_load, directory)
+    def __init__(
+        self, directory: Path, *, by_nixl: bool = False, deadline_s: float = DEADLINE_S
+    ) -> None:
+        super().__init__(partial(_load, _limits(deadline_s), by_nixl), directory)
 
     def connect(self, address: str) -> None:
         self._ask("connect", address)
@@ -99,8 +103,8 @@ class Loader(_Process):
 class Helper(_Process):
     """Its pool is beside that of the loader, or beside a copy of it. ready: where it listens."""
 
-    def __init__(self, directory: Path) -> None:
-        super().__init__(_help, directory)
+    def __init__(self, directory: Path, *, by_nixl: bool = False) -> None:
+        super().__init__(partial(_help, by_nixl), directory)
 
 
 def _open_pool(directory: Path, engine_index: int, chunks: int) -> Pool:
@@ -116,16 +120,24 @@ def _open_engine(pool: Pool, staging: Staging) -> IoEngine:
     return engine
 
 
-def _run_pipeline(
-    staging: Staging, waker: Waker, engine: IoEngine, io_fd: int, **more: Any
-) -> PipelineRunner:
-    """more: as in `TransferPipeline`. io_fd: is readable while there is something to poll."""
-    limits = TransferLimits(
+def _limits(deadline_s: float) -> TransferLimits:
+    return TransferLimits(
         group_bytes=(PAYLOAD_BYTES,),
         reads_in_flight_max=READS_MAX,
-        read_deadline_s=DEADLINE_S,
-        write_deadline_s=DEADLINE_S,
+        read_deadline_s=deadline_s,
+        write_deadline_s=deadline_s,
     )
+
+
+def _run_pipeline(
+    staging: Staging,
+    waker: Waker,
+    engine: IoEngine,
+    io_fd: int,
+    limits: TransferLimits,
+    **more: Any,
+) -> PipelineRunner:
+    """more: as in `TransferPipeline`. io_fd: is readable while there is something to poll."""
     copy = HostCopyEngine(on_done=waker.wake)
     pipeline = TransferPipeline(staging.map, copy, engine, limits, **more)
     return PipelineRunner(pipeline, waker, io_fd)
@@ -138,7 +150,8 @@ def _chunk(number: int) -> SlotIdentity:
 class _Loading:
     """Writes all chunks at the start."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, limits: TransferLimits, by_nixl: bool, directory: Path) -> None:
+        self._limits, self._by_nixl = limits, by_nixl
         self._pool = pool = _open_pool(directory, 0, CHUNKS)
         self._staging = Staging(pool.slot_bytes, 1, STREAM_SLOTS)
         self._pages = np.zeros((CHUNKS, PAYLOAD_BYTES // 8), np.uint64)  # the KV cache
@@ -147,7 +160,7 @@ class _Loading:
         )
         engine = _open_engine(self._pool, self._staging)
         self._write(engine)
-        self._alone = _run_pipeline(self._staging, Waker(), engine, engine.fileno())
+        self._alone = _run_pipeline(self._staging, Waker(), engine, engine.fileno(), limits)
         self._op = 0
 
     def _write(self, engine: IoEngine) -> None:
@@ -172,13 +185,14 @@ class _Loading:
             pool.stamp.tag,
             SlotMemory(staging.map.base_address, pool.slot_bytes, 1 + STREAM_SLOTS),
             staging.view,
-            by_nixl=False,
+            by_nixl=self._by_nixl,
         )
         self._ready = select.epoll()
         for fd in (engine.fileno(), self._clients.fileno()):
             self._ready.register(fd, select.EPOLLIN)
         seams = {"peers": Peers(self._clients, 1, pool.slot_place, HostCopyEngine())}
-        self._both = _run_pipeline(staging, Waker(), engine, self._ready.fileno(), **seams)
+        fd = self._ready.fileno()
+        self._both = _run_pipeline(staging, Waker(), engine, fd, self._limits, **seams)
 
     def is_connected(self) -> bool:
         return self._clients.state(0).usable
@@ -203,22 +217,23 @@ class _Loading:
         return seconds, self._clients.counts.pulled_bytes - pulled, wrong
 
 
-def _load(directory: Path, pipe: Connection) -> None:
-    loading = _Loading(directory)
+def _load(limits: TransferLimits, by_nixl: bool, directory: Path, pipe: Connection) -> None:
+    loading = _Loading(limits, by_nixl, directory)
     pipe.send(None)
     while True:
         what, *rest = pipe.recv()
         pipe.send(getattr(loading, what)(*rest))
 
 
-def _help(directory: Path, pipe: Connection) -> None:
+def _help(by_nixl: bool, directory: Path, pipe: Connection) -> None:
     pool = _open_pool(directory, 1, 1)
     staging = Staging(pool.slot_bytes, 1, READS_MAX, serve_slots=SERVE_SLOTS)
     waker = Waker()
     queue = ServeQueue(waker.wake)
     engine = _open_engine(pool, staging)
     seams = {"opener": RegionFiles(pool, waker.wake), "serve": Serve(queue, {})}
-    runner = _run_pipeline(staging, waker, engine, engine.fileno(), **seams)
+    limits = _limits(DEADLINE_S)
+    runner = _run_pipeline(staging, waker, engine, engine.fileno(), limits, **seams)
     server = PeerServer(
         "tcp://127.0.0.1:0",
         Common(KEYSPACE.digest, 0, 1, pool.slot_bytes),
@@ -226,7 +241,7 @@ def _help(directory: Path, pipe: Connection) -> None:
         SlotMemory(staging.map.serve_address, pool.slot_bytes, SERVE_SLOTS),
         staging.view[(1 + READS_MAX) * pool.slot_bytes :],
         queue,
-        by_nixl=False,
+        by_nixl=by_nixl,
     )
     pipe.send(server.address)
     pipe.recv()  # it is killed before anything comes

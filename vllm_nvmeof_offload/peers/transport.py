@@ -12,9 +12,9 @@ transport listens on each interface, at arbitrary ports, and writes data from an
 address that the sender names (seen with NIXL 1.5.1).
 
 A pull that has not ended cannot be cancelled. NIXL releases the pull's handle and the peer without
-an error, but still writes into the buffer when a suspended peer continues (seen with 1.5.1 over
-TCP). Only ending the agent, which takes milliseconds, ends the pull. So each session has a
-separate agent, and the end of a session ends all its pulls.
+an error, but still writes into the buffer when a suspended peer continues or a cut link is back
+(seen with 1.5.1 over TCP and soft-RoCE). Only ending the agent, which takes milliseconds, ends the
+pull. So each session has a separate agent, and the end of a session ends all its pulls.
 """
 
 from __future__ import annotations

@@ -196,9 +196,7 @@ def valid_slots(rig: Rig) -> list[bytes]:
     return found
 
 
-def main() -> None:
-    asked = json.loads(sys.argv[1])
-    install()
+def serve(asked: dict[str, Any]) -> None:
     regions = asked["regions"]
     rig = ENGINES[asked["engine"]](Path(asked["path"]), targets=len(regions), slots=16)
     slots = valid_slots(rig)
@@ -225,4 +223,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    install()
+    serve(json.loads(sys.argv[1]))

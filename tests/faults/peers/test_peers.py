@@ -21,6 +21,7 @@ from vllm_nvmeof_offload.peers.server import host_and_port
 from vllm_nvmeof_offload.peers.session import VERSION, Channel, Hello, Refused
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
+from . import kit
 from .conftest import MakePair
 from .kit import D_SLOTS, P_SLOTS, TRANSPORTS, Puller, Serving
 
@@ -265,16 +266,17 @@ class Rounds:
         puller = Puller(self._store, serving.address)
         puller.wait_usable()
         waiting = list(signals)
-        next_s = time.monotonic() + waiting[0][0]
+        next_s = time.monotonic() + kit.PACE * waiting[0][0]
         while waiting or len(puller.free) < P_SLOTS:
             if waiting and time.monotonic() >= next_s:
                 serving.signal(waiting.pop(0)[1])
-                next_s = time.monotonic() + (waiting[0][0] if waiting else 0.0)
+                next_s = time.monotonic() + kit.PACE * (waiting[0][0] if waiting else 0.0)
             state = puller.clients.state(0)
             room = min(len(puller.free), state.credits - (P_SLOTS - len(puller.free)))
             if waiting and state.usable and room > 0:
                 numbers = [self.dice.randrange(16) for _ in range(room)]
-                puller.ask(*[puller.read(number, within_s=WITHIN_S) for number in numbers])
+                within_s = kit.PACE * WITHIN_S
+                puller.ask(*[puller.read(number, within_s=within_s) for number in numbers])
             assert time.monotonic() < next_s + 30.0
             puller.pause()
         puller.at_rest()
