@@ -413,7 +413,7 @@ struct Mixer {
         engine.replace_target(index, site.reopened(index));
       }
       if (dice() % 16 == 0) change_files();
-      if (dice() % 16 == 0) engine.note(dice() % kTargets, hint_record({}, 1, 255, dice(), 2));
+      if (dice() % 16 == 0) engine.note(dice() % kTargets, {.kind = LogKind::RESET});
       pollfd readable{engine.fd(), POLLIN, 0};
       if (dice() % 2 == 0) poll(&readable, 1, 1);
       for (const LaneEnd& one : engine.poll()) take(one);
@@ -450,7 +450,7 @@ void test_mix(const std::string& directory, uint64_t seed, unsigned rounds) {
   std::map<LogKind, uint64_t> kinds;
   for (unsigned target = 0; target < kTargets; ++target)
     CHECK(check_log(site.targets[target].log_fd, kinds) >= 2 * kLogPages);
-  CHECK(kinds[LogKind::PUT] > 0 && kinds[LogKind::HINT] > 0);
+  CHECK(kinds[LogKind::PUT] > 0 && kinds[LogKind::RESET] > 0);
   std::printf("seed %lu: %lu ok, %lu given up, %lu taken back, %lu stale, %lu without files\n",
               seed, mixer.ok, mixer.late, mixer.withdrawn, mixer.stale, mixer.without_files);
 }

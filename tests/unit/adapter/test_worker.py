@@ -392,8 +392,10 @@ def test_pointers_that_are_no_blocks_of_the_cache_are_refused() -> None:
 def test_the_worker_that_fits_this_vllm_is_made() -> None:
     parts, _ = rank_of(1)
     assert ours.worker_class() is NVMeoFOffloadingWorker
-    assert type(ours.make_worker(parts, None)) is NVMeoFOffloadingWorker
+    made = ours.make_worker(parts, None, reports_blocks=True)
+    assert type(made) is NVMeoFOffloadingWorker
     with pointing():
         assert vllm_release.DEVICE_BLOCKS.form == vllm_release.POINTERS
         assert ours.worker_class() is ours.PointersWorker
-        assert type(ours.make_worker(parts, kv_caches([[0]]))) is ours.PointersWorker
+        made = ours.make_worker(parts, kv_caches([[0]]), reports_blocks=True)
+        assert type(made) is ours.PointersWorker

@@ -56,8 +56,7 @@ uint32_t crc_of(const std::byte* at, uint64_t sequence, uint32_t index) {
 }
 
 bool is_known(uint8_t kind) {
-  return kind == static_cast<uint8_t>(LogKind::PUT) ||
-         kind == static_cast<uint8_t>(LogKind::RESET);
+  return kind == static_cast<uint8_t>(LogKind::PUT) || kind == static_cast<uint8_t>(LogKind::RESET);
 }
 
 bool is_direct(int fd) { return fd >= 0 && (fcntl(fd, F_GETFL) & O_DIRECT) != 0; }

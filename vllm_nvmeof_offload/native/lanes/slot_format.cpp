@@ -208,7 +208,6 @@ const char* choose_crc(std::span<const std::byte> memory) {
   constexpr int kRounds = 4;
   const size_t pieces = memory.size() / kPieceBytes;
   if (pieces == 0) return crc_variant.load()->name;
-  using Clock = std::chrono::steady_clock;
   std::array<Clock::duration, std::size(kCrcVariants)> best;
   best.fill(Clock::duration::max());
   size_t piece = 0;

@@ -156,9 +156,9 @@ struct Move {
 // Counts of events since they were last taken.
 struct Counts {
   uint64_t cache_evictions = 0, pool_evictions = 0, refused_writes = 0, written = 0, retired = 0;
-  uint64_t superseded = 0;   // provisional chunks that were never written
-  uint64_t borrowed = 0;     // chunks read from other engines' regions by every rank
-  uint64_t deduped = 0;      // chunks not written because another engine holds them
+  uint64_t superseded = 0;  // provisional chunks that were never written
+  uint64_t borrowed = 0;    // chunks read from other engines' regions by every rank
+  uint64_t deduped = 0;     // chunks not written because another engine holds them
   bool operator==(const Counts&) const = default;
 };
 
