@@ -43,7 +43,7 @@ COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
 PRODUCT_FILES_MAX = 183
-PRODUCT_LINES_MAX = 46_230
+PRODUCT_LINES_MAX = 46_240
 BENCH_FILES_MAX = 61
 BENCH_LINES_MAX = 16_690
 #: A count below its maximum by more than this share means that the maximum has to be lowered.

@@ -693,14 +693,22 @@ class Keeping final : public Order {
       : rest_(std::move(rest)), kept_(slots), slots_(slots), sessions_(sessions), counts_(counts) {}
 
   void admit(Slot slot) override {
-    if (keeps(slot)) return kept_.admit(slot);
-    if (!may_keep(slot)) return rest_->admit(slot);
-    ++counts_.by_client[client_of(slot)];
-    ++counts_.all;
+    const bool is_new = !keeps(slot);
+    if (is_new && !may_keep(slot)) {
+      rest_->admit(slot);
+      return;
+    }
+    if (is_new) {
+      ++counts_.by_client[client_of(slot)];
+      ++counts_.all;
+    }
     kept_.admit(slot);
   }
   void withdraw(Slot slot) override {
-    if (!keeps(slot)) return rest_->withdraw(slot);
+    if (!keeps(slot)) {
+      rest_->withdraw(slot);
+      return;
+    }
     const auto found = counts_.by_client.find(client_of(slot));
     if (--found->second == 0) counts_.by_client.erase(found);
     --counts_.all;
