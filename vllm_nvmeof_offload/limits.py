@@ -100,7 +100,7 @@ def existing(path: Path) -> Path:
 
 
 def space_bytes(path: Path) -> tuple[int, int]:
-    """Return the free bytes on the file system of `path`, and how many a pool must leave free."""
+    """Return the free bytes on `path`'s file system, and the bytes that a pool must leave free."""
     place = existing(path)
     status = os.statvfs(place)
     size = status.f_blocks * status.f_frsize

@@ -86,7 +86,7 @@ def _install_backend_choice() -> None:
     field = module.CacheConfig.__dataclass_fields__[_FIELD]
     choices = get_args(field.type)
     if "native" not in choices:
-        raise IntegrationError(f"CacheConfig.{_FIELD} is not a choice of backends")
+        raise IntegrationError(f"CacheConfig.{_FIELD} does not list the backend 'native'")
     if BACKEND in choices:
         return
     extended: Any = Literal[(*choices, BACKEND)]

@@ -149,7 +149,7 @@ def test_the_dead_mount_below_is_not_a_return(
 ) -> None:
     faulty_mount.kill()
     lose(survivor)
-    survivor.wait_until(lambda: "is not back" in caplog.text)
+    survivor.wait_until(lambda: "is still unavailable" in caplog.text)
     faulty_mount.unmount()
     # Only an empty directory remains at the path.
     survivor.wait_until(lambda: "No such file" in caplog.text or "no pool" in caplog.text)

@@ -18,7 +18,7 @@ from vllm_nvmeof_offload.fabric.topology import PcieLink, children, read_number,
 
 #: The GT/s per lane of each PCIe generation.
 _SPEEDS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0, 7: 128.0}
-#: A GPU with little work is in this performance state or a higher one, and its link may be slow.
+#: An idle GPU is in this performance state or a higher-numbered one, and its link may be slow.
 _IDLE_FROM = 3
 
 

@@ -105,10 +105,10 @@ class Source:
 
     A scan reads the whole table, which costs 9 ms per million entries. A table whose file has not
     changed for a while is scanned less often, but still scanned: the kernel sets a file's time
-    before it copies the bytes, so a change may slightly follow the time that was seen.
+    before it copies the bytes, so a scan that sees the new time may still miss the change.
 
     A region with a log is scanned once, and then its log is polled. If nothing was written, that
-    costs one read of 4 KiB. A reader that falls a lap behind notices this from the pages' numbers,
+    costs one read of 4 KiB. A reader that falls a lap behind detects this from the page numbers
     and scans again (`pool.log`).
 
     The owner writes the table entry before the log record. Another host sees the entry only after
@@ -116,7 +116,7 @@ class Source:
     previous scan.
 
     Files that another host may write are read with O_DIRECT, because this host's page cache may
-    not show what was written. Reopening them to read their times makes a network file system ask
+    not show what was written. Reopening them to read their times makes a network file system query
     its server. Data written by this host's own kernel is in its page cache.
     """
 

@@ -82,7 +82,7 @@ class ResumeCounter:
         computed = self._preempted.get(request_id)
         if computed is None:
             return 0
-        # Read each time, because with asynchronous scheduling the last step's tokens arrive later.
+        # Not cached, because with asynchronous scheduling the last step's tokens arrive later.
         tokens = self._num_tokens(request_id)
         return min(computed.tokens, max(0, tokens - 1) if computed.drafted else tokens)
 

@@ -362,7 +362,7 @@ class PageFile:
         status = os.fstat(fd)
         if self.file not in (None, (status.st_dev, status.st_ino)):
             os.close(fd)
-            raise OSError(errno.ESTALE, "another file is there now", str(self.path))
+            raise OSError(errno.ESTALE, "the path now refers to a different file", str(self.path))
         return fd, direct
 
 

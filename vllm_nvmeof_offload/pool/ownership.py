@@ -505,7 +505,7 @@ def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
 
 
 def _last_leasing(directory: Path) -> Leasing:
-    """Return the leasing of the region's last owner."""
+    """Return the lease terms of the region's last owner."""
     page = read_lease(lease_of(directory))
     return LOCAL if page is None or not page.in_group else Leasing(page.name)
 

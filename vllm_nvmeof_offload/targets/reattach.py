@@ -265,7 +265,7 @@ class _Search:
         self.wait_s = min(2 * self.wait_s, PROBE_S_MAX)
         self.next_s = time.monotonic() + self.wait_s
         if reason != self.logged:  # log it once, not at each attempt
-            logger.warning("target %s is not back: %s", self.paths.target, reason)
+            logger.warning("target %s is still unavailable: %s", self.paths.target, reason)
         self.logged = reason
 
     def succeeded(self) -> None:

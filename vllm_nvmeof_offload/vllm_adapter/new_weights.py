@@ -274,7 +274,7 @@ def _notify(engine_core: Any, call: str, *, known: bool) -> None:
 
 
 def _name(engine_core: Any, version: str) -> list[str]:
-    """Name the weights. Return each connector's text on the consequences."""
+    """Record the weights' version in each connector. Return each one's text on the consequences."""
     return [one.name_weights(version) for one in _connectors_with(engine_core, "name_weights")]
 
 

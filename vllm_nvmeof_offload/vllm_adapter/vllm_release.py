@@ -86,7 +86,7 @@ def refuse_different() -> None:
 
 
 def refuse_unknown(allowed: bool) -> None:
-    """Refuse an unknown release unless `allowed`, the value of `allow_unknown_vllm`."""
+    """Raise ConfigError for an unknown release, unless `allow_unknown_vllm` is true (`allowed`)."""
     problem = unknown_version()
     if problem is not None and not allowed:
         raise ConfigError(

@@ -80,7 +80,7 @@ class RegionOpener(Protocol):
         """Open the regions of the command's owner on these targets."""
 
     def take(self) -> list[OpenRegions]:
-        """Return the answers since the last call. The caller must close their files."""
+        """Return the answers received since the last call. The caller must close their files."""
 
     def close(self, regions: Iterable[ForeignSlab]) -> None:
         """Close the files of these regions."""
@@ -346,8 +346,8 @@ class RegionFiles:
             found = read_superblock(region.place)
         except (FileNotFoundError, NotADirectoryError):
             return None
-        # Each rank's pool has its own uuid, and the follower knows only rank 0's. On other ranks
-        # the key and generation from rank 0's table verify the slots.
+        # Each rank's pool has its own uuid, and the follower knows only rank 0's. On other ranks,
+        # slots are verified against the key and generation in rank 0's table.
         if found is None or (ours.rank == 0 and found.uuid != command.pool_uuid):
             return None
         if not _is_readable(found, ours):

@@ -277,7 +277,7 @@ def test_a_server_with_many_descriptors_finds_its_targets(
     answer = ProbeAnswer("no pool is there").encode().decode()
     with numbers_from(1024):
         logged = log_of(answer, tmp_path, caplog)
-    assert logged == f"target {tmp_path} is not back: no pool is there"
+    assert logged == f"target {tmp_path} is still unavailable: no pool is there"
 
 
 @pytest.mark.parametrize(

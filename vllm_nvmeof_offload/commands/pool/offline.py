@@ -88,7 +88,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """A table's content. `states` is uint8[n]: an index into `STATES` for each of its slots."""
+    """The content of a table. `states` is uint8[n]: an index into `STATES` per slot."""
 
     states: npt.NDArray[np.uint8]
     entries: DecodedTable

@@ -51,7 +51,7 @@ class SlotParts {
   Slot part(Slot row, uint32_t member) const { return rows_ + row * stride_ + member; }
   Slot row(Slot part) const { return (part - rows_) / stride_; }
   uint32_t member(Slot part) const { return (part - rows_) % stride_; }
-  // Return the number of parts of a row, or 0 if it is whole.
+  // Return the number of parts into which a row is divided, or 0 if it is whole.
   uint32_t set_size(Slot row) const { return stride_ ? divided_[row].set_size : 0; }
   // Return a bit for each member with a part that is not free.
   uint64_t taken(Slot row) const { return divided_[row].taken; }

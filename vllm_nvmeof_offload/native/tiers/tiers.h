@@ -146,7 +146,7 @@ struct Whereabouts {
   uint64_t mixed = 0;
 };
 
-// Consecutive keys that entered or left a tier.
+// A run of successive keys that entered, or left, the same tier.
 struct Move {
   Source tier;
   bool removed;
