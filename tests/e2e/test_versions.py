@@ -48,7 +48,8 @@ def test_the_other_release_gives_the_same_tokens_from_every_tier_and_after_a_res
     _same_tokens_from_every_tier(seen, expected)
     assert (seen["version"], seen["known_as"]) == (OTHER, "0.33") and "UNKNOWN" not in log
     assert seen["hinted"] == expected[0]
-    assert seen["hints"] == {"prefetch": 1, "demote": 1, "unknown": 1, "retain": 0, "malformed": 0}
+    none = {"retain": 0, "drop": 0, "malformed": 0}
+    assert seen["hints"] == {"prefetch": 1, "demote": 1, "unknown": 1, **none}
     base = rig.spec(tmp_path / "pool")
     spec = replace(base, env={**base.env, **suite.environment(other())})
     with rig.start(spec, "other-release", unforked=True) as server:

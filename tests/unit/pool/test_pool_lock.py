@@ -384,7 +384,7 @@ def test_a_replaced_file_at_the_path_is_not_written(held: Held, tmp_path: Path) 
     path.write_bytes(b"theirs")
     path.chmod(0o600)
     keeper = Keeper(lease.page.owner, 30.0, lease.permit)
-    with pytest.raises(OSError, match="another file"):
+    with pytest.raises(OSError, match="a different file"):
         keeper.renew(PageFile(path, held.lock.lease), epoch=1)
     held.region.release()
     assert path.read_bytes() == b"theirs"
