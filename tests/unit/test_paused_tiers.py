@@ -299,6 +299,13 @@ def test_a_sleeping_engine_is_not_read(engine: Engine) -> None:
     assert engine.read == 0 and not engine.connector.look_up()
 
 
+def test_an_executor_that_does_not_say_whether_it_sleeps_voids(engine: Engine) -> None:
+    del engine.executor.is_sleeping
+    engine.pause()
+    assert not engine.connector.look_up()
+    assert len(engine.connector.resets()) == 1
+
+
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_a_step_that_computes_without_a_look_up_voids(engine: Engine, tokens: int) -> None:
     class Ours(NVMeoFOffloadingConnector):

@@ -219,12 +219,12 @@ def _paused_tiers(engine_core: Any) -> list[PausedTiers]:
 
 def _fingerprints(engine_core: Any) -> list[str] | None:
     """Return the fingerprint of each rank's weights, or None if one is unknown. Blocks."""
-    executor = engine_core.model_executor
-    if executor.is_sleeping:
-        return None  # their memory may be unmapped
     try:
+        executor = engine_core.model_executor
+        if executor.is_sleeping:
+            return None  # their memory may be unmapped
         ranks: list[str] = executor.collective_rpc(weights_fingerprint)
-    except Exception as error:  # noqa: BLE001 - whatever a worker raised
+    except Exception as error:  # noqa: BLE001 - whatever vLLM or a worker raised
         logger.warning("the weights in memory cannot be compared: %s", error)
         return None
     return ranks if ranks and all(ranks) else None
