@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Somebody damages files of two servers that share a pool, and kills the servers: no wrong token.
+"""Random damage to the files of two servers that share a pool, and kills, change no token.
 
 Bytes are flipped, slots exchanged, pages cleared, files cut and removed, at random and while the
 servers read and write. They may lose chunks; they may not stop, except when killed, nor answer
@@ -25,7 +25,7 @@ SECONDS = 300
 
 
 class Vandal:
-    """Does one random act after the other to the files below `pool`. acts: how often, by name."""
+    """Damages files below `pool` at random. `acts` counts the acts by name and file."""
 
     def __init__(self, pool: Path, seed: int) -> None:
         self.acts: Counter[str] = Counter()
@@ -41,7 +41,7 @@ class Vandal:
         self.acts[f"{name} {path.name}"] += 1
 
     def _flip(self, path: Path) -> None:
-        """One bit of 64 bytes in a row, so that some of them are hit."""
+        """Flip one bit in each of 64 random bytes, so that some are in slots that are read."""
         with path.open("r+b", buffering=0) as file:
             for _ in range(64):
                 place = self._rng.randrange(path.stat().st_size)
@@ -49,7 +49,7 @@ class Vandal:
                 os.pwrite(file.fileno(), bytes([byte[0] ^ 1 << self._rng.randrange(8)]), place)
 
     def _exchange(self, path: Path) -> None:
-        """Whole slots with intact headers and payloads, each in the other one's place."""
+        """Put whole slots, with intact headers and payloads, in each other's place."""
         with path.open("r+b", buffering=0) as file:
             slots = path.stat().st_size // rig.SLOT_BYTES
             for _ in range(16):
@@ -63,7 +63,7 @@ class Vandal:
             os.pwrite(file.fileno(), bytes(4096), self._rng.randrange(path.stat().st_size))
 
     def _cut(self, path: Path) -> None:
-        """The end is missing for a moment, and comes back empty."""
+        """Remove the end for a moment, while it may be read, and bring it back empty."""
         size = path.stat().st_size
         os.truncate(path, self._rng.randrange(size))
         time.sleep(0.2)

@@ -100,7 +100,7 @@ def _seem_a_host(device: str) -> None:
 
 
 def _slow_down() -> None:
-    """Give peers more time, for the emulated processor."""
+    """Give peers more time, because the processor is emulated."""
     clients.STALLED_S *= SLOWER
     clients._GREETING_S *= SLOWER
     clients.SILENT_S = server.SILENT_S = SLOWER * clients.SILENT_S

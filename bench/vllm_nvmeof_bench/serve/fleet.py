@@ -134,7 +134,7 @@ class ServerSettings:
         f"Model of the servers to start: {_RANDOM}, or {_REAL} (45 KiB of KV per token).",
     )
     server_args: str = option(
-        "", "Further arguments of vllm serve, quoted, for the servers to start."
+        "", "More arguments for `vllm serve`, in one quoted text, for the servers started here."
     )
     directory: Path = option(
         Path("build/bench/disk"),

@@ -55,6 +55,8 @@ from .stand_in import Agent, install
 
 LOST = io_error(errno.ENOTCONN)
 SIZE_BYTES = slot_stride_bytes(PAYLOAD_BYTES)
+#: How much later than its time something may end on a machine that does other work too.
+BUSY_S = 5.0
 #: Of the first read.
 TOKEN = 1
 
@@ -168,7 +170,7 @@ def test_a_peer_that_stalls_loses_its_reads_and_keeps_its_session(
     tokens = [puller.read(number) for number in range(8)]
     begun_s = time.monotonic()
     assert puller.run(*tokens) == [LOST] * 8
-    assert STALLED_S <= time.monotonic() - begun_s <= STALLED_S + LATE_S
+    assert STALLED_S <= time.monotonic() - begun_s <= STALLED_S + BUSY_S
     puller.until(lambda: not puller.clients.state(0).usable)
     assert puller.run(puller.read(0)) == [LOST], "it is asked for nothing more"
     for token in tokens:
@@ -187,7 +189,7 @@ def test_a_peer_that_stays_silent_loses_its_session(peer: FakePeer, puller: Pull
     begun_s = time.monotonic()
     assert puller.run(puller.read(0)) == [LOST]
     puller.until(lambda: puller.clients.counts.lost == 1)
-    assert SILENT_S - LATE_S <= time.monotonic() - begun_s <= SILENT_S + 2 * LATE_S
+    assert SILENT_S - LATE_S <= time.monotonic() - begun_s <= SILENT_S + BUSY_S
 
 
 def test_stalls_are_counted_for_who_judges_the_peer(peer: FakePeer, puller: Puller) -> None:
@@ -338,7 +340,7 @@ def test_a_peer_that_is_gone_leaves_its_slots(desk: Desk) -> None:
     desk.until(lambda: asker.lent == [0])
     asker.lives = False
     took_s = desk.until(lambda: desk.server.counts.sessions == 0)
-    assert took_s < SILENT_S + LATE_S
+    assert took_s < SILENT_S + BUSY_S
     assert desk.server.counts.lost == 1
     assert desk.port.cancelled == [1]
     assert desk.server.counts.free == 3

@@ -12,25 +12,14 @@ from typing import Any
 
 import pytest
 
+from tests.unit.adapter import MODEL
+
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
 
 CONNECTOR = "NVMeoFOffloadingConnector"
 MODULE = "vllm_nvmeof_offload.connector"
 GIB = 1 << 30
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-    "max_position_embeddings": 2048,
-    "torch_dtype": "float32",
-}
 
 
 @pytest.fixture(scope="module")

@@ -421,3 +421,22 @@ def make_crcs(table: int, count: int, out: int) -> list[int]:
         raw = crc32c(ctypes.string_at(address, size)) ^ crc32c(bytes(size))
         lane[0] = np.bitwise_xor.reduce(lane[1:]) ^ np.uint32(raw)  # their xor counts
     return sizes
+
+
+@contextlib.contextmanager
+def working_cuda() -> Iterator[FakeCuda]:
+    """A stub that runs by itself, as a GPU does."""
+    cuda, stopping = FakeCuda(), threading.Event()
+
+    def work() -> None:
+        while not stopping.is_set():
+            if not cuda.step():
+                stopping.wait(0.0005)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        yield cuda
+    finally:
+        stopping.set()
+        thread.join()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ from vllm_nvmeof_bench.copy import (
 from vllm_nvmeof_bench.reports.copy import REPORTS, Sample
 from vllm_nvmeof_bench.results import BenchError, dump, load
 
-from tests.unit.copies.fake_cuda import FakeCuda
+from tests.unit.copies.fake_cuda import FakeCuda, working_cuda
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.cuda import DmaCopier
 from vllm_nvmeof_offload.copy.gpu_checksums import KERNEL_NAME
@@ -51,19 +50,8 @@ SETTINGS = Settings(
 
 @pytest.fixture
 def working() -> Iterator[FakeCuda]:
-    """A stub that runs by itself, as a GPU does."""
-    cuda, stopping = FakeCuda(), threading.Event()
-
-    def work() -> None:
-        while not stopping.is_set():
-            if not cuda.step():
-                stopping.wait(0.0005)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    yield cuda
-    stopping.set()
-    thread.join()
+    with working_cuda() as cuda:
+        yield cuda
 
 
 def test_every_case_is_measured_and_nothing_is_left(tmp_path: Path) -> None:

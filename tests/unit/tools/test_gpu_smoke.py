@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
+from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda, working_cuda
 from tests.unit.tools.gpu_tools import tool
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -21,19 +21,8 @@ gpu_smoke = tool("gpu_smoke")
 
 @pytest.fixture
 def working() -> Iterator[FakeCuda]:
-    """A stub that runs by itself, as a GPU does."""
-    cuda, stopping = FakeCuda(), threading.Event()
-
-    def work() -> None:
-        while not stopping.is_set():
-            if not cuda.step():
-                stopping.wait(0.0005)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    yield cuda
-    stopping.set()
-    thread.join()
+    with working_cuda() as cuda:
+        yield cuda
 
 
 def printed(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
