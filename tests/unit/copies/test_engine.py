@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from tests.unit.copies.fake_cuda import MODEL_STREAM, WAITING_CALLS, FakeCuda, Work
 from tests.unit.copies.rig import BLOCKS, Rig, Signals
+from tests.wait import wait_until
 from vllm_nvmeof_offload.copy import cuda as dma
 from vllm_nvmeof_offload.copy.base import DESCRIPTORS_MAX, Backend, Direction
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY
@@ -231,9 +232,8 @@ class _LateWaiters(FakeCuda):
 
 
 def test_an_event_is_not_recorded_again_while_a_waiter_thread_needs_it() -> None:
-    signals = Signals()
     cuda = _LateWaiters()
-    rig = Rig(cuda, 1, waker=signals)
+    rig = Rig(cuda, 1, waker=Signals())
     fence = rig.engine.record_fence()
     pieces = rig.pieces([0, 1], [0])
 
@@ -246,8 +246,10 @@ def test_an_event_is_not_recorded_again_while_a_waiter_thread_needs_it() -> None
     run(3)
     assert cuda.calls["create_event"] == made + 3
     cuda.gate.set()
-    for _ in range(3):
-        assert signals.acquire(timeout=120)
+    stores = rig.engine._streams[Direction.STORE]
+    assert stores.waiter is not None
+    # The fence's thread wakes the engine too, so the wake-ups do not tell whose threads are over.
+    wait_until("the waiters", lambda: stores.waiter.is_over(stores.waiter.newest))
     run(3)
     assert cuda.calls["create_event"] == made + 3
     rig.engine.close()
