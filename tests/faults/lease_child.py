@@ -20,12 +20,11 @@ from vllm_nvmeof_offload.pool.lease import (
     Leasing,
     PageFile,
     Permits,
-    Takeover,
-    UnsettledError,
     boot_ns,
     lease_of,
     read_lease,
 )
+from vllm_nvmeof_offload.pool.takeover import Takeover, UnsettledError
 
 LEASING = Leasing("child", takeover_s=2.0, settle_s=1.0)
 SLOW_S = 0.02

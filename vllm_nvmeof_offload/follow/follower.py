@@ -48,8 +48,8 @@ from vllm_nvmeof_offload.pool.format import (
     Superblock,
     read_superblock,
 )
-from vllm_nvmeof_offload.pool.lease import Takeover
 from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX
+from vllm_nvmeof_offload.pool.takeover import Takeover
 
 #: A killed follower is replaced after this time.
 _RESTART_S = 5.0

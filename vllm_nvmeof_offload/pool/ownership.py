@@ -41,7 +41,6 @@ from vllm_nvmeof_offload.pool.format import (
 from vllm_nvmeof_offload.pool.keeper import Region, keep
 from vllm_nvmeof_offload.pool.lease import (
     ENDING_WAIT_S_MAX,
-    POLL_S,
     TAKEOVER_S,
     DirectoryLock,
     Lease,
@@ -49,8 +48,6 @@ from vllm_nvmeof_offload.pool.lease import (
     Leasing,
     Permit,
     Permits,
-    Takeover,
-    UnsettledError,
     boot_id,
     is_ending,
     is_locked,
@@ -60,6 +57,7 @@ from vllm_nvmeof_offload.pool.lease import (
 )
 from vllm_nvmeof_offload.pool.log import log_pages_of
 from vllm_nvmeof_offload.pool.survey import FACTS_FILE, disk_bytes, find
+from vllm_nvmeof_offload.pool.takeover import POLL_S, Takeover, UnsettledError
 from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 #: The most instances of one keyspace on one set of targets.

@@ -30,7 +30,7 @@ from vllm_nvmeof_offload.pool.format import (
     read_superblock_page,
     share_tag,
 )
-from vllm_nvmeof_offload.pool.lease import OwnerState, Takeover
+from vllm_nvmeof_offload.pool.takeover import OwnerState, Takeover
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 FACTS_FILE = "keyspace.json"

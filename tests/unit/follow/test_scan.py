@@ -30,8 +30,9 @@ from tests.unit.follow.kit import (
 from tests.unit.pool.kit import OTHER_TAG, TAG, fill, name, put
 from vllm_nvmeof_offload.follow import follower
 from vllm_nvmeof_offload.pool.format import Stamp, encode_entry, write_superblock
-from vllm_nvmeof_offload.pool.lease import NOBODY, TAKEOVER_S, LeasePage, Takeover, lease_of
+from vllm_nvmeof_offload.pool.lease import NOBODY, TAKEOVER_S, LeasePage, lease_of
 from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.takeover import Takeover
 from vllm_nvmeof_offload.protocol import SlotIdentity, place_of
 
 OpenEngine = Callable[..., Pool]

@@ -33,12 +33,12 @@ from vllm_nvmeof_offload.pool.lease import (
     LeasePage,
     Leasing,
     PageFile,
-    Takeover,
     lease_of,
     read_lease,
 )
 from vllm_nvmeof_offload.pool.ownership import hold
 from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.takeover import Takeover
 from vllm_nvmeof_offload.units import format_bytes
 
 from .kit import (

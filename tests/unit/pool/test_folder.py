@@ -20,9 +20,10 @@ from tests.resets import reset
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool.folder import Folder, open_private
 from vllm_nvmeof_offload.pool.format import Keyspace, read_superblock
-from vllm_nvmeof_offload.pool.lease import Takeover, is_locked, lease_of, read_lease
+from vllm_nvmeof_offload.pool.lease import is_locked, lease_of, read_lease
 from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.pool.takeover import Takeover
 from vllm_nvmeof_offload.targets.prober import ProbeRequest, probe
 
 from .kit import OTHER_TAG, fill, make_spec

@@ -43,8 +43,6 @@ from vllm_nvmeof_offload.pool.lease import (
     PageFile,
     Permit,
     Permits,
-    Takeover,
-    UnsettledError,
     lease_of,
     read_lease,
 )
@@ -52,6 +50,7 @@ from vllm_nvmeof_offload.pool.log import newest_head
 from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import find
+from vllm_nvmeof_offload.pool.takeover import Takeover, UnsettledError
 from vllm_nvmeof_offload.targets.prober import ProbeRequest, probe
 
 from .kit import STORED, fill, make_spec

@@ -28,11 +28,9 @@ from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool import ownership
 from vllm_nvmeof_offload.pool.keeper import Region
 from vllm_nvmeof_offload.pool.lease import (
-    POLL_S,
     TAKEOVER_S,
     PageFile,
     Permits,
-    Takeover,
     boot_id,
     lease_of,
     read_lease,
@@ -40,6 +38,7 @@ from vllm_nvmeof_offload.pool.lease import (
 from vllm_nvmeof_offload.pool.ownership import LOCAL
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import disk_bytes, find
+from vllm_nvmeof_offload.pool.takeover import POLL_S, Takeover
 
 from .kit import entries, fill, make_spec
 

@@ -34,13 +34,13 @@ from vllm_nvmeof_offload.pool.lease import (
     LeasePage,
     PageFile,
     Permits,
-    Takeover,
     boot_id,
     lease_of,
     read_lease,
 )
 from vllm_nvmeof_offload.pool.ownership import LOCAL
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.pool.takeover import Takeover
 
 CHILD = """
 import sys, pathlib

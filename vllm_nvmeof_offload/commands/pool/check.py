@@ -25,11 +25,11 @@ from vllm_nvmeof_offload.commands.pool import offline
 from vllm_nvmeof_offload.commands.pool.offline import DAMAGED, LIVE, MISSING, OfflineRank, Progress
 from vllm_nvmeof_offload.errors import as_pool_error
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, SlotHeader
-from vllm_nvmeof_offload.pool.lease import OwnerState
 from vllm_nvmeof_offload.pool.log import damaged_pages
 from vllm_nvmeof_offload.pool.ownership import hold
 from vllm_nvmeof_offload.pool.recovery import written_slots
 from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed, survey
+from vllm_nvmeof_offload.pool.takeover import OwnerState
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
 #: The maximum number of defects listed per directory; further ones are only counted.

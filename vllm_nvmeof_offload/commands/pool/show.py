@@ -32,7 +32,6 @@ from vllm_nvmeof_offload.commands.size.deployment import parse_duration, read_op
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool.format import SlotHeader
-from vllm_nvmeof_offload.pool.lease import OwnerState
 from vllm_nvmeof_offload.pool.log import newest_head
 from vllm_nvmeof_offload.pool.survey import (
     UNUSED_S,
@@ -45,6 +44,7 @@ from vllm_nvmeof_offload.pool.survey import (
     survey,
     unused_keyspaces,
 )
+from vllm_nvmeof_offload.pool.takeover import OwnerState
 from vllm_nvmeof_offload.units import MIB, format_bytes, printable
 
 _OWNER_KINDS = ("free", "dead", "silent", "live")

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The takeover of a region whose owner is dead: how a process decides that without a common clock.
+
+`Takeover` watches lease pages (`lease`). The owner of a page that stays unchanged for `TAKEOVER_S`,
+30 s, has given no sign of life for that long and counts as dead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from vllm_nvmeof_offload import logger
+from vllm_nvmeof_offload.pool.lease import TAKEOVER_S, LeasePage, is_locked, lease_of, read_lease
+from vllm_nvmeof_offload.units import printable
+
+#: The interval at which a claim checks what it waits for.
+POLL_S = 0.05
+
+_T = TypeVar("_T")
+
+
+class UnsettledError(Exception):
+    """A page has not been watched for long enough: try again in a moment."""
+
+
+@dataclass(slots=True)
+class _Watched:
+    page: Hashable
+    since_s: float
+    has_beaten: bool = False
+    died_here: bool = False
+
+
+@dataclass
+class Takeover:
+    """Decides whether owners on other hosts are dead, without comparing two hosts' clocks.
+
+    Two hosts' clocks may differ by hours, so no time in a page proves that an owner is dead. But
+    a live owner keeps changing its page. A page that has not changed for `takeover_s`, on this
+    process's own clock, names a dead owner.
+    """
+
+    takeover_s: float = TAKEOVER_S
+    clock: Callable[[], float] = time.monotonic
+    wait: Callable[[float], None] = time.sleep
+    _watched: dict[Path, _Watched] = field(default_factory=dict)
+    _logged: bool = False
+
+    def _watch(self, path: Path, page: Hashable) -> _Watched:
+        """Record the page just read from `path`; return what is known of it."""
+        seen = self._watched.setdefault(path, _Watched(page, self.clock()))
+        if page != seen.page:
+            seen = self._watched[path] = _Watched(page, self.clock(), has_beaten=True)
+        return seen
+
+    def is_dead(self, path: Path, page: Hashable) -> bool:
+        """Return whether the owner in the page just read from `path` is dead.
+
+        Raises UnsettledError if that is not known yet.
+        """
+        seen = self._watch(path, page)
+        if self.clock() - seen.since_s >= self.takeover_s:
+            return True
+        if seen.has_beaten:
+            return False
+        if not self._logged:
+            logger.warning(
+                "%s is held by %s; waiting up to %.0f s for a renewal before taking it over",
+                *(path, page, self.takeover_s),
+            )
+            self._logged = True
+        raise UnsettledError
+
+    def settled(self, ask: Callable[[], _T]) -> _T:
+        """Call `ask` until it returns. For pages watched before, this takes up to `takeover_s`."""
+        while True:
+            try:
+                return ask()
+            except UnsettledError:
+                self.wait(POLL_S)
+
+    def look(self, directory: Path) -> OwnerState:
+        """Return the state of a region's owner, as far as this object has seen.
+
+        Writes nothing. Raises OSError if the page, or the lock, cannot be read.
+        """
+        path = lease_of(directory).path
+        page = read_lease(lease_of(directory))
+        if page is None or page.is_free:
+            return OwnerState("free", page)
+        seen = self._watch(path, page)
+        unchanged_s = self.clock() - seen.since_s
+        if not page.in_group and not seen.died_here:
+            # Probing locks the directory for a moment, which may turn away a starting server. So it
+            # is not repeated once the owner is dead.
+            if is_locked(directory):
+                return OwnerState("live", page, unchanged_s)
+            seen.died_here = page.died_here
+        if seen.died_here or unchanged_s >= self.takeover_s:
+            return OwnerState("dead", page, unchanged_s)
+        return OwnerState("live" if seen.has_beaten else "silent", page, unchanged_s)
+
+    def watch(self, directories: Iterable[Path]) -> None:
+        """Start watching all of these regions now, so that a single wait covers them all."""
+        for directory in directories:
+            self.look(directory)
+
+    def observe(self, directories: Sequence[Path]) -> list[OwnerState]:
+        """Watch these regions until each owner that may be alive has shown a beat or missed one."""
+        while True:
+            found = [self.look(directory) for directory in directories]
+            if not any(one.is_undecided for one in found):
+                return found
+            self.wait(POLL_S)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerState:
+    """The owner of a region as seen by this process.
+
+    `kind` is "free" (there is no owner), "live" (its flock or a beat was seen), "dead", or "silent"
+    (no beat was seen yet; if none follows, it is dead). `page` is None if the region was never
+    claimed. `unchanged_s` is how long, by this process's own clock, the page has been unchanged.
+    """
+
+    kind: str
+    page: LeasePage | None = None
+    unchanged_s: float = 0.0
+
+    @property
+    def may_live(self) -> bool:
+        return self.kind in ("live", "silent")
+
+    @property
+    def is_undecided(self) -> bool:
+        """Return whether the owner has neither shown a beat nor missed one."""
+        if self.kind != "silent":
+            return False
+        assert self.page is not None
+        return self.unchanged_s < min(TAKEOVER_S, 1.5 * self.page.beat_ms / 1000)
+
+    def __str__(self) -> str:
+        page = self.page
+        if page is None:
+            return self.kind
+        who = f"generation {page.generation}, epoch {page.epoch}"
+        if self.kind == "free":
+            return f"free; {who}; last owner {printable(page.name)}"
+        age = f", no beat in {self.unchanged_s:.0f} s of watching" if self.kind == "silent" else ""
+        return f"{self.kind}: {printable(page.name)}, {page}{age}; {who}"
