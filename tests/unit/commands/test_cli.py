@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tests.exporter import Exporter
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.commands import EXIT_CODES, FAILED
+from vllm_nvmeof_offload.commands.exit_codes import EXIT_CODES, FAILED
 from vllm_nvmeof_offload.commands.pool.check import Damage
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.fabric.findings import Severity

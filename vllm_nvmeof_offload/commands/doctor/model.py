@@ -13,7 +13,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_offload.commands import FAILED, print_json, table, wide_console
+from vllm_nvmeof_offload.commands import print_json, table, wide_console
+from vllm_nvmeof_offload.commands.exit_codes import FAILED
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import LayerKind, read_model

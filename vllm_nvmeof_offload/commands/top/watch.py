@@ -17,7 +17,8 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from vllm_nvmeof_offload.commands import FAILED, print_json
+from vllm_nvmeof_offload.commands import print_json
+from vllm_nvmeof_offload.commands.exit_codes import FAILED
 from vllm_nvmeof_offload.commands.scrape import Metrics, ScrapeError, scrape_ours
 from vllm_nvmeof_offload.commands.top import screen
 from vllm_nvmeof_offload.commands.top.reading import Reading, read
