@@ -37,7 +37,6 @@ from pydantic import (
 
 from vllm_nvmeof_offload import SPEC_MODULE, SPEC_NAME
 from vllm_nvmeof_offload.errors import ConfigError, raise_all
-from vllm_nvmeof_offload.groups import GroupBlocks, blocks_that_fit, why_one_block
 from vllm_nvmeof_offload.limits import (
     existing,
     is_on_root,
@@ -58,7 +57,6 @@ EXPERIMENT = "VLLM_NVMEOF_EXPERIMENT"
 _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
 POOL_BYTES_DEFAULT_MAX_LAYER = GIB
-_CHUNK_TOKENS_MAX = 256
 #: Two, so that one slot can be read into while the other is copied from.
 _STREAM_SLOTS_MIN = 2
 #: The most reads that a peer may have in progress.
@@ -832,48 +830,6 @@ def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
 
 
 # -- resolved sizes -----------------------------------------------------------------------
-
-
-def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
-    """Return the blocks per chunk: as configured, else enough for `chunk_bytes_min`.
-
-    `block_bytes` is one rank's bytes per block, `block_tokens` the tokens per block. The tokens
-    per chunk are bounded too, because a request cannot reuse a chunk that it shares only in part.
-    """
-    if config.blocks_per_chunk is not None:
-        return config.blocks_per_chunk
-    if config.block_size is not None:
-        return max(1, config.block_size // block_tokens)
-    wanted = -(-config.chunk_bytes_min // max(1, block_bytes))
-    return max(1, min(wanted, _CHUNK_TOKENS_MAX // block_tokens))
-
-
-def blocks_of_chunk(
-    config: OffloadConfig, groups: Sequence[GroupBlocks], block_bytes: int
-) -> tuple[int, str]:
-    """Return the blocks per chunk that suit all groups, and a warning about a configured number.
-
-    `block_bytes` is as in `chunk_blocks`. The warning is empty if there is nothing to say. Raises
-    ConfigError for a configured number that cannot work.
-    """
-    blocks = chunk_blocks(config, block_bytes, groups[0].block_tokens)
-    fitting = blocks_that_fit(groups, blocks)
-    keys = ("blocks_per_chunk", "block_size")
-    given = next((key for key in keys if getattr(config, key) is not None), "")
-    if not given:
-        return fitting, ""
-    value, tokens = getattr(config, given), groups[0].block_tokens
-    if given == "block_size" and value % tokens:
-        remedy = f"not a multiple of {tokens}, the tokens of a block of this model; leave it out"
-        raise ConfigError(given, value, remedy)
-    if blocks == fitting:
-        return blocks, ""
-    if reason := why_one_block(groups):
-        raise ConfigError(given, value, f"{reason}; leave it out")
-    return blocks, (
-        f"{given}={value} makes chunks that exceed a window or do not divide an attention chunk, "
-        f"so many are not stored: leave it out, or give at most {fitting} blocks per chunk"
-    )
 
 
 def set_replicas(extra: MutableMapping[str, Any], count: int) -> None:

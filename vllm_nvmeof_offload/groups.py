@@ -9,7 +9,6 @@ the end of each of the group's offload keys. The two differ if vLLM does not off
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -84,45 +83,3 @@ def leading(groups: tuple[Group, ...]) -> int:
         if group.kind is GroupKind.FULL:
             return position
     return max(range(len(groups)), key=lambda at: groups[at].reach_chunks or 0)
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBlocks:
-    """A group's blocks, before a number of blocks per chunk is chosen for all groups.
-
-    `span_tokens` is the length of a window or of an attention chunk, in tokens.
-    """
-
-    kind: GroupKind
-    block_tokens: int
-    span_tokens: int | None = None
-
-    def fits(self, blocks_per_chunk: int) -> bool:
-        """Return whether vLLM still has all of a chunk's blocks when it computes the last one.
-
-        A chunk that exceeds the window or spans two attention chunks loses its first blocks before
-        its last one is computed.
-        """
-        tokens = self.block_tokens * blocks_per_chunk
-        if self.span_tokens is None or blocks_per_chunk == 1:
-            return True
-        if self.kind is GroupKind.LOCAL:
-            return self.span_tokens % tokens == 0
-        return tokens <= self.span_tokens
-
-
-def why_one_block(groups: Sequence[GroupBlocks]) -> str:
-    """Return why a chunk of these groups must be one block; empty if it may have more."""
-    if any(group.kind is GroupKind.STATE for group in groups):
-        return "this model has states, each of which is one block"
-    if len({group.block_tokens for group in groups}) > 1:
-        return "the blocks of this model's KV cache groups have different numbers of tokens"
-    return ""
-
-
-def blocks_that_fit(groups: Sequence[GroupBlocks], wanted: int) -> int:
-    """Return the largest number of blocks per chunk up to `wanted` that suits all groups."""
-    if why_one_block(groups):
-        return 1
-    fitting = (n for n in range(wanted, 1, -1) if all(group.fits(n) for group in groups))
-    return next(fitting, 1)

@@ -21,13 +21,13 @@ import typer
 from rich.console import Console
 
 from vllm_nvmeof_offload import BACKEND
+from vllm_nvmeof_offload.chunk_size import GroupBlocks, blocks_of_chunk
 from vllm_nvmeof_offload.commands import print_json
 from vllm_nvmeof_offload.commands.size.deployment import VLLM_OPTIONS, Deployment
 from vllm_nvmeof_offload.commands.size.kv import KvSizes
 from vllm_nvmeof_offload.commands.size.model import ModelShape, preset, read_model
 from vllm_nvmeof_offload.config import (
     ENV_PREFIX,
-    blocks_of_chunk,
     check_fits,
     describe_keys,
     diagnose,
@@ -36,7 +36,6 @@ from vllm_nvmeof_offload.config import (
     set_replicas,
 )
 from vllm_nvmeof_offload.errors import ConfigError, PoolError, errors_of, raise_all
-from vllm_nvmeof_offload.groups import GroupBlocks
 from vllm_nvmeof_offload.manager.eviction import choose_policy
 from vllm_nvmeof_offload.native import Tiers
 from vllm_nvmeof_offload.pool.ownership import usable_bytes

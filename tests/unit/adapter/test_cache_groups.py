@@ -12,8 +12,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vllm_nvmeof_offload.chunk_size import blocks_that_fit
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.groups import Group, GroupKind, blocks_that_fit
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.vllm_adapter.configure import choose_blocks_per_chunk
 from vllm_nvmeof_offload.vllm_adapter.groups import (
     LayerCaches,

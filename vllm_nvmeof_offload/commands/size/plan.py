@@ -18,15 +18,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
+from vllm_nvmeof_offload.chunk_size import GroupBlocks, blocks_that_fit, chunk_blocks, why_one_block
 from vllm_nvmeof_offload.commands.size.deployment import (
     BLOCKS_OUTERMOST,
     LAYERS_OUTERMOST,
     Deployment,
 )
 from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
-from vllm_nvmeof_offload.config import OffloadConfig, chunk_blocks
+from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.groups import GroupBlocks, GroupKind, blocks_that_fit, why_one_block
+from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.units import align_up
 
 #: Kernels of latent attention combined with states need a multiple of this many tokens per block.

@@ -1,0 +1,98 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The size of a chunk: the number of blocks per chunk that suits a configuration and all groups."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vllm_nvmeof_offload.config import OffloadConfig
+from vllm_nvmeof_offload.errors import ConfigError
+from vllm_nvmeof_offload.groups import GroupKind
+
+#: A chunk chosen here has at most so many tokens, because a request cannot reuse part of a chunk.
+_CHUNK_TOKENS_MAX = 256
+
+
+def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
+    """Return the blocks per chunk: as configured, else enough for `chunk_bytes_min`.
+
+    `block_bytes` is one rank's bytes per block, `block_tokens` the tokens per block. The tokens
+    per chunk are bounded too (`_CHUNK_TOKENS_MAX`).
+    """
+    if config.blocks_per_chunk is not None:
+        return config.blocks_per_chunk
+    if config.block_size is not None:
+        return max(1, config.block_size // block_tokens)
+    wanted = -(-config.chunk_bytes_min // max(1, block_bytes))
+    return max(1, min(wanted, _CHUNK_TOKENS_MAX // block_tokens))
+
+
+def blocks_of_chunk(
+    config: OffloadConfig, groups: Sequence[GroupBlocks], block_bytes: int
+) -> tuple[int, str]:
+    """Return the blocks per chunk that suit all groups, and a warning about a configured number.
+
+    `block_bytes` is as in `chunk_blocks`. The warning is empty if there is nothing to say. Raises
+    ConfigError for a configured number that cannot work.
+    """
+    blocks = chunk_blocks(config, block_bytes, groups[0].block_tokens)
+    fitting = blocks_that_fit(groups, blocks)
+    keys = ("blocks_per_chunk", "block_size")
+    given = next((key for key in keys if getattr(config, key) is not None), "")
+    if not given:
+        return fitting, ""
+    value, tokens = getattr(config, given), groups[0].block_tokens
+    if given == "block_size" and value % tokens:
+        remedy = f"not a multiple of {tokens}, the tokens of a block of this model; leave it out"
+        raise ConfigError(given, value, remedy)
+    if blocks == fitting:
+        return blocks, ""
+    if reason := why_one_block(groups):
+        raise ConfigError(given, value, f"{reason}; leave it out")
+    return blocks, (
+        f"{given}={value} makes chunks that exceed a window or do not divide an attention chunk, "
+        f"so many are not stored: leave it out, or give at most {fitting} blocks per chunk"
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupBlocks:
+    """A group's blocks, before a number of blocks per chunk is chosen for all groups.
+
+    `span_tokens` is the length of a window or of an attention chunk, in tokens.
+    """
+
+    kind: GroupKind
+    block_tokens: int
+    span_tokens: int | None = None
+
+    def fits(self, blocks_per_chunk: int) -> bool:
+        """Return whether vLLM still has all of a chunk's blocks when it computes the last one.
+
+        A chunk that exceeds the window or spans two attention chunks loses its first blocks before
+        its last one is computed.
+        """
+        tokens = self.block_tokens * blocks_per_chunk
+        if self.span_tokens is None or blocks_per_chunk == 1:
+            return True
+        if self.kind is GroupKind.LOCAL:
+            return self.span_tokens % tokens == 0
+        return tokens <= self.span_tokens
+
+
+def why_one_block(groups: Sequence[GroupBlocks]) -> str:
+    """Return why a chunk of these groups must be one block; empty if it may have more."""
+    if any(group.kind is GroupKind.STATE for group in groups):
+        return "this model has states, each of which is one block"
+    if len({group.block_tokens for group in groups}) > 1:
+        return "the blocks of this model's KV cache groups have different numbers of tokens"
+    return ""
+
+
+def blocks_that_fit(groups: Sequence[GroupBlocks], wanted: int) -> int:
+    """Return the largest number of blocks per chunk up to `wanted` that suits all groups."""
+    if why_one_block(groups):
+        return 1
+    fitting = (n for n in range(wanted, 1, -1) if all(group.fits(n) for group in groups))
+    return next(fitting, 1)
