@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload.config import ahead_shares
 from vllm_nvmeof_offload.groups import SET_SIZE_MAX, Group, GroupKind, group_ids_of, leading
 from vllm_nvmeof_offload.protocol import (
-    AHEAD_CACHE_SHARE,
     CACHE_ROWS_MAX,
     EVERY_MEMBER,
     AdoptedEntries,
@@ -32,13 +32,7 @@ CREDITED = "credited_lru"
 #: touches each of its chunks about three times.
 CREDIT_SHARE = 2.0
 
-
-def ahead_shares(share: float) -> tuple[float, float, float]:
-    """Return the shares for one load, preempted requests and queued ones (`ahead_cache_share`)."""
-    return share, share / 2, share / 2
-
-
-_LAND, _RELOAD, _PREFETCH = ahead_shares(AHEAD_CACHE_SHARE)
+_LAND, _RELOAD, _PREFETCH = ahead_shares()
 
 
 class WritePolicy(enum.Enum):
