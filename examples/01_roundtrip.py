@@ -21,7 +21,7 @@ import numpy as np
 from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.io.base import IoOp
-from vllm_nvmeof_offload.io.native import choose_io_engine
+from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency, place_of

@@ -23,7 +23,7 @@ from tests.chunks import number_in, place_in
 from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp, reset_op
-from vllm_nvmeof_offload.io.native import How, NativeIoEngine, UringDeniedError
+from vllm_nvmeof_offload.io.engine import How, NativeIoEngine, UringDeniedError
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.lease import Permits

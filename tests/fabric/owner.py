@@ -22,7 +22,7 @@ from tests.fabric.network_fs import become
 from tests.unit.pool.kit import PAYLOAD_BYTES, SLOT_BYTES, TAG, make_spec, name, payload
 from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.io.base import IoOp
-from vllm_nvmeof_offload.io.native import NativeIoEngine
+from vllm_nvmeof_offload.io.engine import NativeIoEngine
 from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency, place_of

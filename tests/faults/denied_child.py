@@ -21,7 +21,7 @@ import numpy as np
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.errors import OK, EngineError
-from vllm_nvmeof_offload.io.native import choose_io_engine
+from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.pool.pool import Pool
 
 from .kit import ENGINES, Bench, content, make_spec, name

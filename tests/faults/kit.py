@@ -19,7 +19,7 @@ from tests.chunks import entries_of, place_in
 from vllm_nvmeof_offload.config import TUNING, Tuning
 from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp, reset_op
-from vllm_nvmeof_offload.io.native import How, NativeIoEngine
+from vllm_nvmeof_offload.io.engine import How, NativeIoEngine
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency

@@ -34,7 +34,7 @@ from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE
 from vllm_nvmeof_offload.follow.follower import Source
 from vllm_nvmeof_offload.io.base import IoOp, Waker
-from vllm_nvmeof_offload.io.native import choose_io_engine
+from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.native import ForeignReader, ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,

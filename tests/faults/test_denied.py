@@ -18,7 +18,7 @@ import pytest
 from tests.process import needs_locked_memory
 from vllm_nvmeof_offload.units import KIB, MIB
 
-pytest.importorskip("vllm_nvmeof_offload.io.native", exc_type=ImportError)
+pytest.importorskip("vllm_nvmeof_offload.io.engine", exc_type=ImportError)
 
 ROOT = Path(__file__).parents[2]
 #: Eight staging slots of this size exceed every limit below.

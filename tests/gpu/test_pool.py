@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.copy.cuda import KernelCopier
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
-from vllm_nvmeof_offload.io.native import choose_io_engine
+from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (

@@ -32,7 +32,7 @@ from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.fabric.topology import discover
 from vllm_nvmeof_offload.groups import RankGroup
 from vllm_nvmeof_offload.io.base import IoEngine, NoIoEngine, Waker
-from vllm_nvmeof_offload.io.native import choose_io_engine
+from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.peers.base import Common
 from vllm_nvmeof_offload.pool.format import Keyspace, share_tag

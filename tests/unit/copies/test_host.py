@@ -29,7 +29,7 @@ from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import OK, EngineError
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.io.base import IoOp, Lanes, Waker
-from vllm_nvmeof_offload.io.native import How, NativeIoEngine
+from vllm_nvmeof_offload.io.engine import How, NativeIoEngine
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (

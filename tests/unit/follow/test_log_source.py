@@ -415,7 +415,7 @@ import numpy as np
 from tests.unit.pool.kit import PAYLOAD_BYTES, make_spec, name
 from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.io.base import IoOp
-from vllm_nvmeof_offload.io.native import NativeIoEngine
+from vllm_nvmeof_offload.io.engine import NativeIoEngine
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.protocol import OpKind, Urgency, place_of
 target, slots, pages, size = Path(sys.argv[1]), *map(int, sys.argv[2:])

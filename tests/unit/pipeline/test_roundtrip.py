@@ -20,7 +20,7 @@ from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, ChunkG
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
 from vllm_nvmeof_offload.io.base import Waker
-from vllm_nvmeof_offload.io.native import How, NativeIoEngine
+from vllm_nvmeof_offload.io.engine import How, NativeIoEngine
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.pool.format import Keyspace

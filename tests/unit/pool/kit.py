@@ -19,7 +19,7 @@ from tests.slots import read_slot, write_slot
 from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.io.base import IoOp
-from vllm_nvmeof_offload.io.native import How, NativeIoEngine
+from vllm_nvmeof_offload.io.engine import How, NativeIoEngine
 from vllm_nvmeof_offload.pool.format import Keyspace, Stamp, share_tag
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import AdoptedEntries, OpKind, SlotIdentity, Urgency, split_keys

@@ -46,7 +46,8 @@ from vllm_nvmeof_offload.fabric.topology import (
     read_number,
     read_pcie_link,
 )
-from vllm_nvmeof_offload.io.native import UringDeniedError, explain_denial
+from vllm_nvmeof_offload.io.choose_engine import explain_denial
+from vllm_nvmeof_offload.io.engine import UringDeniedError
 from vllm_nvmeof_offload.limits import memory_bytes, memory_left_bytes, space_bytes
 from vllm_nvmeof_offload.metrics import PREFIX
 from vllm_nvmeof_offload.mounts import MOUNTINFO

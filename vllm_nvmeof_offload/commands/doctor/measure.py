@@ -25,7 +25,7 @@ import numpy as np
 from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.errors import EngineError, PoolError
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp
-from vllm_nvmeof_offload.io.native import choose_io_engine
+from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import OpKind, SlotIdentity, Urgency, place_of

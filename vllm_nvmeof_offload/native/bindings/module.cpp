@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings of the I/O core and of CUDA's calls, in plain numbers and bytes; `io/native.py`
+// Python bindings of the I/O core and of CUDA's calls, in plain numbers and bytes; `io/engine.py`
 // and `copy/driver.py` add the types.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
@@ -39,7 +39,7 @@ std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(addr
 
 // targets: the descriptors of slab, table and log. logs: the number of pages, the first page's
 // sequence, and the lease generation. permits: the address of each target's permit word, or 0 if
-// the region has no lease. limits: see `io.native`.
+// the region has no lease. limits: see `io.engine`.
 void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targets, uintptr_t base,
                  size_t bytes, const std::vector<nb::bytes>& regions,
                  const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& logs, uint16_t rank,

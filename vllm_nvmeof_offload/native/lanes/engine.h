@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The I/O core: one ring per target, with completions signalled by an eventfd. It does not use
-// Python, which is left to `bindings/` and `io/native.py`.
+// Python, which is left to `bindings/` and `io/engine.py`.
 #pragma once
 
 #include <memory>
