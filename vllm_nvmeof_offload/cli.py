@@ -274,7 +274,7 @@ def top(
     Rates are those between two readings of /metrics; an idle server keeps its last values. Digits
     switch the view, n the server, q quits.
     """
-    from vllm_nvmeof_offload.commands.top.watch import run
+    from vllm_nvmeof_offload.commands.top import run
 
     raise typer.Exit(run(url or [_SERVER], interval, once, as_json))
 

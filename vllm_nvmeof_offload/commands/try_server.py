@@ -22,7 +22,7 @@ from vllm_nvmeof_bench.servers.client import NUDGE, Answer, Client, Hits
 
 from vllm_nvmeof_offload.commands import print_json
 from vllm_nvmeof_offload.commands.scrape import Metrics, scrape_ours
-from vllm_nvmeof_offload.commands.top.reading import PLACES, growth
+from vllm_nvmeof_offload.commands.top import PLACES, growth
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.metrics import PREFIX
 from vllm_nvmeof_offload.units import human_seconds, printable

@@ -26,9 +26,9 @@ from typer.testing import CliRunner
 
 from tests.exporter import Exporter
 from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.commands import top
 from vllm_nvmeof_offload.commands.scrape import ANSWER_BYTES_MAX, Metrics, ScrapeError
-from vllm_nvmeof_offload.commands.top import screen
-from vllm_nvmeof_offload.commands.top.reading import read
+from vllm_nvmeof_offload.commands.top import read
 from vllm_nvmeof_offload.metrics import METRICS
 
 SCRAPES = Path(__file__).with_name("scrapes")
@@ -51,9 +51,9 @@ def changed(sample: str, value: float, text: str = AFTER) -> str:
     return "".join(lines)
 
 
-def shown(width: int, now: dict[str, Any], views: Iterable[str] = screen.VIEWS) -> list[str]:
+def shown(width: int, now: dict[str, Any], views: Iterable[str] = top.VIEWS) -> list[str]:
     out = io.StringIO()
-    Console(width=width, file=out).print(screen.server(now, views))
+    Console(width=width, file=out).print(top.server(now, views))
     return out.getvalue().splitlines()
 
 
