@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/huge_pages.h"
+#include "common/columns.h"
 #include "common/op.h"
 #include "tiers/index.h"
 #include "tiers/slot_parts.h"

@@ -14,7 +14,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/huge_pages.h"
+#include "common/columns.h"
 #include "lanes/log.h"
 #include "tiers/foreign_table.h"
 #include "tiers/place.h"

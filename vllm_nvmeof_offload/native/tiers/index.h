@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "common/huge_pages.h"
+#include "common/columns.h"
 #include "common/op.h"
 #include "tiers/place.h"
 

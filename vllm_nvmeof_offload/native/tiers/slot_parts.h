@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "common/huge_pages.h"
+#include "common/columns.h"
 #include "common/op.h"
 #include "tiers/place.h"
 

@@ -13,8 +13,8 @@
 #include <utility>
 #include <vector>
 
+#include "common/columns.h"
 #include "common/op.h"
-#include "common/small_column.h"
 #include "tiers/accepted_owners.h"
 #include "tiers/eviction.h"
 #include "tiers/index.h"
