@@ -19,7 +19,7 @@
 #include <vector>
 
 #include "machine/machine.h"
-#include "tiers/place.h"
+#include "common/op.h"
 
 using namespace nvmeof;
 

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations and outcomes, numbered as in the columns of commands and reports; the check of the
-// rules that the code relies on, and the mutants that break those rules.
+// Operations and outcomes, numbered as in the columns of commands and reports; the encoding of
+// places and cache slots; the check of the rules that the code relies on, and the mutants that
+// break those rules.
 #pragma once
 
 #include <cstdint>
@@ -44,5 +45,34 @@ inline bool mutant(std::string_view name) { return active_mutant == name; }
 #else
 constexpr bool mutant(const char*) { return false; }
 #endif
+
+// ---- places, as in `protocol.py`: ranks with equal bytes of a group form a set. A place or cache
+// slot with member m names the only copy in each set, which is held by rank m of the set.
+
+// The place of a chunk in the pool: owner (15 bits), member (8), target (8), slot (32); or -1 for
+// none. Owner 0 is this engine.
+using Place = int64_t;
+inline constexpr Place kNoPlace = -1;
+inline constexpr int32_t kNoSlot = -1;
+inline constexpr uint32_t kEveryMember = 255;  // every rank has its own part
+
+inline Place place_of(uint32_t target, uint32_t slot, uint32_t member = kEveryMember) {
+  return int64_t{member} << 40 | int64_t{target} << 32 | slot;
+}
+inline uint32_t member_of(Place place) { return static_cast<uint32_t>(place >> 40) & 0xff; }
+inline uint32_t target_of(Place place) { return static_cast<uint32_t>(place >> 32) & 0xff; }
+inline uint32_t slot_of(Place place) { return static_cast<uint32_t>(place); }
+inline uint32_t owner_of(Place place) { return static_cast<uint32_t>(place >> 48); }
+inline bool is_foreign(Place place) { return place >= int64_t{1} << 48; }
+inline Place owned_by(uint32_t owner, Place place) { return int64_t{owner} << 48 | place; }
+
+// A cache slot in a batch: its row in the low 24 bits, and above them the member + 1, or 0 for all.
+inline int32_t cache_slot(uint32_t row, uint32_t member) {
+  return static_cast<int32_t>((member == kEveryMember ? 0 : member + 1) << 24 | row);
+}
+inline uint32_t cache_row(int32_t cache) { return static_cast<uint32_t>(cache) & 0xffffff; }
+inline uint32_t cache_member(int32_t cache) {
+  return ((static_cast<uint32_t>(cache) >> 24) - 1) & 0xff;
+}
 
 }  // namespace nvmeof

@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "common/op.h"
-#include "tiers/place.h"
 
 namespace nvmeof {
 

@@ -12,7 +12,6 @@
 
 #include "common/op.h"
 #include "lanes/lanes.h"
-#include "tiers/place.h"
 
 namespace nvmeof {
 

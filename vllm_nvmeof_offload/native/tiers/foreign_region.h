@@ -15,9 +15,9 @@
 #include <vector>
 
 #include "common/columns.h"
+#include "common/op.h"
 #include "lanes/log.h"
 #include "tiers/foreign_table.h"
-#include "tiers/place.h"
 
 namespace nvmeof {
 

@@ -24,8 +24,8 @@
 #include <string_view>
 #include <vector>
 
+#include "common/op.h"
 #include "lanes/lanes.h"
-#include "tiers/place.h"
 
 namespace nvmeof {
 

@@ -12,7 +12,6 @@
 
 #include "common/columns.h"
 #include "common/op.h"
-#include "tiers/place.h"
 
 namespace nvmeof {
 

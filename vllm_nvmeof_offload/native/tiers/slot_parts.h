@@ -10,7 +10,6 @@
 
 #include "common/columns.h"
 #include "common/op.h"
-#include "tiers/place.h"
 
 namespace nvmeof {
 
