@@ -23,7 +23,7 @@
 
 #include "copies/cuda.h"
 #include "lanes/engine.h"
-#include "lanes/thread_ring.h"
+#include "lanes/ring.h"
 
 using namespace nvmeof;
 

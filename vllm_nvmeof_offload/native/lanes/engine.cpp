@@ -4,7 +4,7 @@
 #include <algorithm>
 
 #include "common/op.h"
-#include "lanes/thread_ring.h"
+#include "lanes/ring.h"
 
 namespace nvmeof {
 namespace {

@@ -25,8 +25,8 @@
 #include <utility>
 
 #include "lanes/log.h"
+#include "lanes/ring.h"
 #include "lanes/types.h"
-#include "lanes/uring.h"
 
 namespace nvmeof {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lanes/thread_ring.h"
+#include "lanes/ring.h"
 
 #include <poll.h>
 #include <sys/eventfd.h>

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lanes/uring.h"
+#include "lanes/ring.h"
 
 #include <sys/syscall.h>
 #include <sys/uio.h>
