@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-#include "lanes/checksums.h"
+#include "lanes/engine.h"
 
 #include <algorithm>
 #include <utility>
