@@ -6,6 +6,7 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
@@ -16,11 +17,14 @@
 #include <ctime>
 #include <memory>
 #include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
 #include <variant>
+#include <vector>
 
 #include "common/geometry.h"
 #include "lanes/lanes.h"
-#include "lanes/python_lanes.h"
 #include "machine/machine.h"
 
 using namespace nb::literals;
@@ -31,6 +35,67 @@ namespace {
 template <typename T>
 using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using PieceRows = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
+
+// A `LaneEnd`: token, code, errno, seconds, payload CRC or -1, and whether the buffer is released.
+using PythonEnd = std::tuple<uint64_t, uint8_t, int, double, int64_t, bool>;
+
+LaneEnd lane_end(const PythonEnd& end) {
+  const auto& [token, code, error, ended_s, crc, released] = end;
+  return {token, static_cast<Outcome>(code), error, std::llround(ended_s * 1e9), crc, released};
+}
+
+// Lanes implemented in Python: for peers, the fault injector and the simulator.
+class PythonLanes final : public NativeLanes {
+ public:
+  // room() returns (reads, writes). submit() receives a list of `LaneOp`. cancel(token) implements
+  // `cancel_one`. poll() returns a list of `PythonEnd`.
+  PythonLanes(nb::object room, nb::object submit, nb::object cancel, nb::object poll)
+      : room_(std::move(room)),
+        submit_(std::move(submit)),
+        cancel_(std::move(cancel)),
+        poll_(std::move(poll)) {}
+
+  LaneRoom room() const override {
+    const nb::gil_scoped_acquire locked;
+    const auto [reads, writes] = nb::cast<std::pair<size_t, size_t>>(room_());
+    return {reads, writes};
+  }
+  void take(const LaneOp& op) override { taken_.push_back(op); }
+  void start() override {
+    if (taken_.empty()) return;
+    const nb::gil_scoped_acquire locked;
+    nb::list ops;
+    for (const LaneOp& op : std::exchange(taken_, {})) ops.append(op);
+    submit_(ops);
+  }
+  bool cancel_one(uint64_t token) override {
+    const nb::gil_scoped_acquire locked;
+    return nb::cast<bool>(cancel_(token));
+  }
+  void ended(std::vector<LaneEnd>& ends) override {
+    const nb::gil_scoped_acquire locked;
+    for (const auto& end : nb::cast<std::vector<PythonEnd>>(poll_())) ends.push_back(lane_end(end));
+  }
+
+  // For Python's cycle collector: the functions may refer to an object that refers to these lanes.
+  static int traverse(PyObject* self, visitproc visit, void* arg) {
+    Py_VISIT(Py_TYPE(self));
+    if (!nb::inst_ready(self)) return 0;
+    const PythonLanes& lanes = *nb::inst_ptr<PythonLanes>(self);
+    for (const auto* one : {&lanes.room_, &lanes.submit_, &lanes.cancel_, &lanes.poll_})
+      Py_VISIT(one->ptr());
+    return 0;
+  }
+  static int clear(PyObject* self) {
+    PythonLanes& lanes = *nb::inst_ptr<PythonLanes>(self);
+    for (auto* one : {&lanes.room_, &lanes.submit_, &lanes.cancel_, &lanes.poll_}) one->reset();
+    return 0;
+  }
+
+ private:
+  nb::object room_, submit_, cancel_, poll_;
+  std::vector<LaneOp> taken_;  // accepted but not started
+};
 
 // For `bench hotpath`: the CPU time of all threads in sections without the GIL.
 std::atomic<bool> metered{false};
