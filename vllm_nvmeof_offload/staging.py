@@ -37,7 +37,7 @@ class SetMap:
     """The staging of all members of a set, as this rank maps it.
 
     `words` is the address of the words that members use to wait for each other, as in
-    native/machine/set_memory.h. `member` is this rank's number. `addresses` are those of each
+    native/machine/one_copy.h. `member` is this rank's number. `addresses` are those of each
     member's cache slot 0. `set_sizes` is, by group, how many consecutive members have equal bytes.
     """
 

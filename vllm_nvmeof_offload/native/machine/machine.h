@@ -24,7 +24,7 @@
 // missing, so its slot is emptied. Chunks do not wait for each other: while some chunks of a job
 // are read, others are copied.
 //
-// A row may name one member of a set of ranks with equal bytes (set_member.h). That rank, the
+// A row may name one member of a set of ranks with equal bytes (one_copy.h). That rank, the
 // holder, performs the steps above. The other ranks do the following:
 //
 //     store, write   nothing
@@ -54,8 +54,8 @@
 
 #include "machine/gates.h"
 #include "machine/io_queue.h"
+#include "machine/one_copy.h"
 #include "machine/peer_judge.h"
-#include "machine/set_member.h"
 #include "machine/stream_slots.h"
 #include "machine/task.h"
 
