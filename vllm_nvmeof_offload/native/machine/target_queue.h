@@ -1,0 +1,64 @@
+// SPDX-License-Identifier: Apache-2.0
+// The queues in front of one target: their order by urgency, and the bounds on operations and bytes
+// of loads, fetches, reads for peers, and writes. `io_queue.h` has the queues of all targets.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "common/op.h"
+#include "machine/task.h"
+
+namespace nvmeof {
+
+struct IoOptions;
+
+// The tasks for one target. A task holds a place from its hand-over to its outcome, or until its
+// lane reports that the device has completed it.
+class TargetQueue {
+ public:
+  explicit TargetQueue(const IoOptions& options) : options_(options) { writes_at(0); }
+
+  FairQueue& queue(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
+  // Return whether one more task of this urgency and size may start. Fetches may hold at most half
+  // of the places and bytes for reads, and reads for peers at most `serve_share` of them, so that a
+  // load always finds places.
+  bool has_room(Urgency urgency, size_t bytes, int64_t now_ns) const;
+  // `take` gives the next task of this urgency a place; `give_back` takes it back at the outcome.
+  void take(Urgency urgency, size_t bytes, int64_t now_ns);
+  void give_back(Task& task, Urgency urgency, size_t bytes, int64_t now_ns);
+  size_t waiting(bool is_write) const;
+  size_t read_bytes_held() const;
+  // Adapt the bound on writes to the target's write rate: bytes per second, or 0 if unknown. A fast
+  // device needs more queued bytes to stay busy, but takes no longer to write them.
+  void writes_at(double rate);
+  // Record that the engine accepted an operation of this kind.
+  void progressed(bool is_write) { stalled_since_ns_[is_write].reset(); }
+  // Remove all waiting tasks of this kind if the engine has accepted none for `patience_ns`. Until
+  // the engine accepts one, new tasks are offered once and then fail too; otherwise a load larger
+  // than the room here would fail one batch at a time.
+  std::vector<Task*> take_stalled(int64_t now_ns, int64_t patience_ns, bool is_write);
+  // Return when `take_stalled` may next return tasks, or INT64_MAX for never.
+  int64_t stalls_at_ns(int64_t patience_ns, bool is_write) const;
+
+ private:
+  bool has_serve_room(size_t bytes, int64_t now_ns) const;
+  bool has_loaded(int64_t now_ns) const;
+  size_t held(Urgency urgency) const { return queues_[static_cast<size_t>(urgency)].held(); }
+  size_t bytes_held(Urgency urgency) const { return bytes_held_[static_cast<size_t>(urgency)]; }
+
+  const IoOptions& options_;
+  size_t write_bytes_max_;            // from the last known rate
+  std::optional<int64_t> loaded_ns_;  // when a load's read last began or ended here
+  std::array<size_t, kUrgencies> bytes_held_{};
+  std::array<FairQueue, kUrgencies> queues_{
+      FairQueue(FairQueue::Share::CHARGED), FairQueue(FairQueue::Share::NONE),
+      FairQueue(FairQueue::Share::NONE), FairQueue(FairQueue::Share::NONE),
+      FairQueue(FairQueue::Share::NONE)};
+  // When tasks of this kind began to wait without the engine accepting any, by is_write.
+  std::array<std::optional<int64_t>, 2> stalled_since_ns_;
+};
+
+}  // namespace nvmeof
