@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The facts that both sides of a peer connection share, and the interfaces to their machines.
 
-P is the loading server, and D is the helper. P requests a chunk from D. D reads it into one of its
-*serve slots* and lends the slot to P; P pulls the chunk into its own slot, and verifies it there. A
-peer's messages decide how soon a chunk arrives, but never whether it is correct.
+A *loading server* requests a chunk from a *helper*. The helper reads the chunk into one of its
+*serve slots*, and sends the chunk or lets the loading server pull it out of the slot. The loading
+server verifies what has arrived in its own slot. A peer's messages decide how soon a chunk arrives,
+but never whether it is correct.
 """
 
 from __future__ import annotations
@@ -66,9 +67,9 @@ class Common:
 
 @dataclass(frozen=True, slots=True)
 class PeerRead:
-    """A chunk that P wants from the slot at `place`.
+    """A chunk that the loading server wants from the slot at `place`.
 
-    `address` is, on P, that of the staging slot for the chunk, and, on D, that of the serve slot.
+    `address` is that of a staging slot on the loading server, and of a serve slot on the helper.
     `token` is the caller's number. Only a chunk with share tag `tag` is accepted. The attempt ends
     at `deadline_s`, by `time.monotonic`.
     """
@@ -110,9 +111,9 @@ NO_PEER = PeerState(False, 0, 0.0, 0)
 
 
 class Served(NamedTuple):
-    """The end of a `PeerRead` on D, after which the storage no longer touches its serve slot.
+    """The end of a helper's read, after which the storage no longer touches its serve slot.
 
-    `outcome` is None if D has not opened the region of the place.
+    `outcome` is None if the helper has not opened the region of the place.
     """
 
     token: int
@@ -120,17 +121,17 @@ class Served(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """The load on D's storage: the bytes it must still read, and its rate, or 0 if unknown."""
+    """The load on the helper's storage: the bytes left to read, and its rate, or 0 if unknown."""
 
     queued_bytes: int
     bytes_per_s: float
 
 
 class ServePort(Protocol):
-    """The interface to D's storage. Only the server's thread calls its methods, and none blocks."""
+    """The interface to the helper's storage. Only the server's thread calls it; no call blocks."""
 
     def serve(self, reads: Sequence[PeerRead]) -> None:
-        """Read these chunks after D's own loads. `poll` reports each end once, however late."""
+        """Read these chunks after the helper's own loads. `poll` reports each end once."""
 
     def cancel(self, tokens: Sequence[int]) -> None:
         """Cancel these reads. `poll` still reports the end of each."""

@@ -460,7 +460,7 @@ class PeerClients(SessionThread):
             case Bye():
                 raise _SessionLostError(f"it ended the session: {message.text!r}")
             case _:
-                raise MalformedError(f"{type(message).__name__} from D")
+                raise MalformedError(f"{type(message).__name__} from a helper")
 
     def _take_answer(self, lane: _Lane, session: _Session, message: AnyMessage) -> None:
         """Process the peer's answer to our request for a session."""
@@ -525,7 +525,7 @@ class PeerClients(SessionThread):
         if lent.slot >= session.slots:
             raise MalformedError(f"slot {lent.slot} of {session.slots}")
         if session.transport is None:
-            raise MalformedError("it lent a slot that it should have sent")
+            raise MalformedError("it offered a slot for a chunk that it should have sent")
         reading.stage = _Stage.PULLING
         session.moving[lent.token] = reading
         read = reading.read

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The helper's side: it reads chunks for peers into serve slots, which it lends or sends.
+"""The helper's side: it reads chunks for peers into serve slots, and sends them or lets peers pull.
 
 A read is QUEUED, then READING. Then its slot is LENT to a peer that can pull, or its bytes are
 copied into a message and SENT. Both end with the peer's `Done`, with the session, or a second after
@@ -376,7 +376,7 @@ class PeerServer(SessionThread):
             case Bye():
                 self._end(session, "")
             case _:
-                raise MalformedError(f"{type(message).__name__} from P")
+                raise MalformedError(f"{type(message).__name__} from a loading server")
 
     def _greet(self, route: bytes, raw: bytes) -> None:
         if decode(raw).n:
@@ -447,7 +447,7 @@ class PeerServer(SessionThread):
         if serving is None:
             return  # it has expired
         if serving.stage not in (_Stage.LENT, _Stage.SENT):
-            raise MalformedError(f"token {token} is done before it was lent")
+            raise MalformedError(f"token {token} is done before its slot was offered")
         self._done(serving)
 
     # -- reads
@@ -519,8 +519,8 @@ class PeerServer(SessionThread):
         session.failed.append(failed_read(token, outcome))
 
     def _give_up(self, serving: _Serving, outcome: Outcome) -> None:
-        """Cancel a read that P no longer wants. If it has begun, it continues, and its answer
-        follows."""
+        """Cancel a read that the peer no longer wants. If it has begun, it continues, and its
+        answer follows."""
         if serving.stage is _Stage.QUEUED:
             del serving.session.open[serving.wanted.token]
             serving.session.queued_bytes -= serving.size_bytes

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sessions between two peers, P and D (`base`): their messages, and the common parts of both ends.
+"""Sessions between a loading server and a helper: messages, and the common parts of both ends.
 
 A message is bounded msgpack in one ZMQ frame. Every message carries `n`, its number in its
 direction of the session; a gap means that messages were lost. The receiver ignores unknown fields,
@@ -8,25 +8,25 @@ number is malformed: the receiver counts it and closes the session.
 
 | message | sender | meaning |
 |---|---|---|
-| `Hello` | P | a request for a session, with what P and D must have in common |
-| `Welcome` | D | D's serve slots, and the credits |
-| `Refused` | D | there is no session, and why |
-| `Read` | P | chunks for D to read into its serve slots |
-| `Ready` | D | serve slots that are lent to P |
-| `Sent` | D | a chunk that was read, in a second frame |
-| `Failed` | D | reads that failed |
-| `Done` | P | lent slots that P no longer needs, and chunks that arrived in messages |
-| `Cancel` | P | reads that P has cancelled |
-| `Beat` | both | a keep-alive, with D's levels |
+| `Hello` | loading server | a request for a session, with what both must have in common |
+| `Welcome` | helper | the helper's serve slots, and the credits |
+| `Refused` | helper | there is no session, and why |
+| `Read` | loading server | chunks for the helper to read into its serve slots |
+| `Ready` | helper | serve slots from which the loading server may pull |
+| `Sent` | helper | a chunk that was read, in a second frame |
+| `Failed` | helper | reads that failed |
+| `Done` | loading server | slots that it no longer needs, and chunks that have arrived |
+| `Cancel` | loading server | reads that it has cancelled |
+| `Beat` | both | a keep-alive, with the helper's levels |
 | `Bye` | both | the session is over |
 
-D answers each token of a `Read` once, with `Ready`, `Sent` or `Failed`, however late.
+The helper answers each token of a `Read` once, with `Ready`, `Sent` or `Failed`, however late.
 
 With a share secret, ZMQ's CURVE encrypts and authenticates every byte of a message. Chunks that
 RDMA carries are not protected, except by their checksums. All servers derive the same two pairs of
-keys from the secret, one for the serving side (D) and one for the loading side (P). D accepts no
-message of a connection until the other end has proved that it has P's key, and P accepts none
-without D's. CURVE draws new keys for each connection, so nothing can be replayed.
+keys from the secret, one for helpers and one for loading servers. Each side accepts no message of a
+connection until the other end has proved that it has its key. CURVE draws new keys for each
+connection, so nothing can be replayed.
 """
 
 from __future__ import annotations
@@ -79,21 +79,22 @@ class MalformedError(OffloadError):
 
 
 class Reason(enum.IntEnum):
-    """The reason why a read failed at D. The first five are named after the `OutcomeKind`s."""
+    """The reason why a helper's read failed. The first five are named after `OutcomeKind`s."""
 
     STALE = 1
     CHECKSUM_MISMATCH = 2
     IO_ERROR = 3
     DEADLINE = 4
     CANCELLED = 5
-    NOT_ATTACHED = 6  # D has not opened the region
+    NOT_ATTACHED = 6  # the helper has not opened the region
     BUSY = 7  # more reads than credits
 
 
 class WantedRead(Struct, array_like=True, frozen=True):
     """A read of a region's slot, which must have this content.
 
-    `within_ms` is how long P waits for it: a duration, because two hosts' clocks are not compared.
+    `within_ms` is how long the loading server waits: a duration, because two hosts' clocks are not
+    compared.
     """
 
     token: _U64
@@ -128,7 +129,7 @@ class Message(Struct, kw_only=True, tag_field="type"):
 
 class Hello(Message, tag="hello"):
     """A request for a session. `keyspace` is 32 hex digits. `tag` is the share tag. `slot_bytes` is
-    the size of a staging slot. `pulls` is True if P can pull by RDMA and needs D's agent."""
+    the size of a staging slot. `pulls` is True if the loading server can pull by RDMA."""
 
     version: _U32
     keyspace: Annotated[str, Meta(max_length=64)]
@@ -140,9 +141,9 @@ class Hello(Message, tag="hello"):
 
 
 class Welcome(Message, tag="welcome"):
-    """The answer that opens a session. `credits` is the number of reads that P may have open.
-    `metadata` describes D's agent, and is empty if chunks arrive in messages. `address` and `slots`
-    describe D's serve slots, for P's pulls."""
+    """The answer that opens a session. `credits` is the number of reads that may be open.
+    `metadata` describes the helper's agent, and is empty if chunks arrive in messages. `address`
+    and `slots` describe the helper's serve slots, for pulls."""
 
     metadata: _Metadata
     address: _U64
@@ -159,15 +160,16 @@ class Refused(Message, tag="refused"):
 
 
 class Read(Message, tag="read"):
-    """Chunks to read. With `inline` they are sent; otherwise D lends its slots."""
+    """Chunks to read. With `inline` they are sent; otherwise they are pulled."""
 
     inline: bool
     reads: Annotated[list[WantedRead], Meta(max_length=READS_MAX)]
 
 
 class Ready(Message, tag="ready"):
-    """Lent serve slots. `queued_bytes` is how much D's storage must read before P's next read, at
-    `bytes_per_s`. `credits` is P's new number of credits, or 0 if unchanged."""
+    """Serve slots to pull from. `queued_bytes` is how much the helper's storage must read before
+    this session's next read, at `bytes_per_s`. `credits` is the new number of credits, or 0 if
+    unchanged."""
 
     lent: Annotated[list[Lent], Meta(max_length=TOKENS_MAX)]
     queued_bytes: _U64 = 0
@@ -194,7 +196,7 @@ class Cancel(Message, tag="cancel"):
 
 
 class Beat(Message, tag="beat"):
-    """A keep-alive. D sets the fields as in `Ready`."""
+    """A keep-alive. A helper sets the fields as in `Ready`."""
 
     queued_bytes: _U64 = 0
     bytes_per_s: _Rate = 0.0
@@ -256,14 +258,14 @@ _OUTCOMES = {
 
 
 def failed_read(token: int, outcome: Outcome | None) -> FailedRead:
-    """Return D's answer for a read that its storage could not serve (`base.Served`)."""
+    """Return the answer for a read that the helper's storage could not serve."""
     if outcome is None:
         return FailedRead(token, Reason.NOT_ATTACHED)
     return FailedRead(token, Reason[outcome.kind.name], outcome.errno)
 
 
 def outcome_of_failed(one: FailedRead) -> Outcome:
-    """Return P's outcome of a read that D could not serve. It says nothing about P's targets."""
+    """Return the outcome of a read that a helper failed; it says nothing about our targets."""
     return _OUTCOMES.get(one.reason) or io_error(one.errno)
 
 
