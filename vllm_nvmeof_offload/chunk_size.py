@@ -10,7 +10,7 @@ from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import GroupKind
 
-#: A chunk chosen here has at most so many tokens, because a request cannot reuse part of a chunk.
+#: The most tokens per chunk by default, because a request cannot reuse a part of a chunk.
 _CHUNK_TOKENS_MAX = 256
 
 

@@ -390,7 +390,7 @@ class OffloadConfig(BaseModel):
     @classmethod
     def _no_slip(cls, share: str) -> str:
         if share not in _NO_GROUPS and share.lower() in _NO_GROUPS | {"on", "none", "all"}:
-            raise ValueError("too much like another value to name a group")
+            raise ValueError("too similar to another value to name a group")
         return share
 
     @model_validator(mode="after")

@@ -208,7 +208,7 @@ class Staging:
         else:
             self._memory = shared
             self.view = shared.part(shared.map.member)
-            assert len(self.view) == size, "the set's memory has other slots"
+            assert len(self.view) == size, "the set's memory is for a different number of slots"
         self._array = np.frombuffer(self.view, np.uint8)
         self.size_bytes = size
         members = shared.map if shared else None

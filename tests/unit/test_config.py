@@ -20,6 +20,7 @@ from vllm_nvmeof_offload.config import (
     EXPERIMENT,
     OffloadConfig,
     Tuning,
+    ahead_shares,
     check_fits,
     check_memory,
     check_targets,
@@ -33,6 +34,7 @@ from vllm_nvmeof_offload.config import (
     share_secret,
 )
 from vllm_nvmeof_offload.errors import CombinedConfigError, ConfigError
+from vllm_nvmeof_offload.manager.handshake import CoreConfig
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
 
@@ -118,7 +120,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("allow_root_file_system", 1, "true or false"),
     *(("read_deadline_ms", value, "1 to 3600000") for value in (0, 1 << 40, "5", 8.5)),
     *(("share", value, "1 to 64 letters") for value in ("", "a b", "x" * 65, "a/b", True, "a\n")),
-    *(("share", value, "too much like another value") for value in ("Host", "OFF", "on", "all")),
+    *(("share", value, "too similar to another value") for value in ("Host", "OFF", "on", "all")),
     *(("server_name", value, "1 to 64 letters") for value in ("a b", "x" * 65, 7)),
     *(("peers", value, '"HOST:PORT" or a list') for value in (7, [1], None)),
     *(("peers", value, "no host before a port") for value in ("d0", ":7000", ["d0:1", "a b:1"])),
@@ -472,6 +474,12 @@ def test_staging_beyond_physical_memory_is_refused_under_the_key_that_set_it() -
 )
 def test_blocks_in_a_chunk(extra: dict[str, Any], blocks: int) -> None:
     assert chunk_blocks(parse(extra), block_bytes=64 * KIB, block_tokens=16) == blocks
+
+
+def test_the_core_divides_ahead_cache_share_like_the_key() -> None:
+    core = CoreConfig()
+    shares = core.land_cache_share, core.reload_cache_share, core.prefetch_cache_share
+    assert shares == ahead_shares() == ahead_shares(parse({}).ahead_cache_share)
 
 
 def test_every_key_is_described_and_ours_have_a_variable() -> None:

@@ -38,7 +38,7 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
     try:
         lines = [line for record in records for line in _lines(record)]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        why = f"its records have another form ({error!r}); give a server of this version"
+        why = f"its records have a different format ({error!r}); give a server of this version"
         raise ScrapeError(f"{url}: {why}") from None
     for line in lines:
         # The client chose a part of the id, which could control the terminal.

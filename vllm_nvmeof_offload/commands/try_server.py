@@ -174,7 +174,7 @@ async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[.
 
 
 def _grown(before: Metrics, now: Metrics, name: str) -> dict[str, float]:
-    """Return by how much a counter of ours with at most one label has grown, by `reason`."""
+    """Return the growth of one of our counters, by `reason`; "" if it has no such label."""
     grown = {}
     for labels, value in now.samples(f"{PREFIX}{name}_total"):
         more = growth(before.value(f"{PREFIX}{name}_total", **labels), value)

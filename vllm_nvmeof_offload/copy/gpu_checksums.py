@@ -111,7 +111,7 @@ def cut_payloads(pieces: Descriptors, payloads: Payloads) -> Parts:
     cache, staging, sizes = np.ascontiguousarray(pieces.T)
     counts = payloads.counts.astype(np.intp)
     last = np.cumsum(counts)
-    assert last[-1:].sum() == len(pieces), "pieces and payloads do not fit together"
+    assert last[-1:].sum() == len(pieces), "pieces and payloads do not match"
     ends = np.concatenate([np.zeros(1, np.uint64), np.cumsum(sizes, dtype=np.uint64)])
     begins = ends[last - counts]
     offsets = ends[:-1] - np.repeat(begins, counts)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of the way in which slots are moved, and its fallbacks.
+"""The choice of an I/O engine that works on this machine, and the fallbacks.
 
 `choose_io_engine` tries io_uring with registered staging, then io_uring without, then threads. Each
 fallback is logged as one warning that names the cause and the remedy, and is returned as one line.

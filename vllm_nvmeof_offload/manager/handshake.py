@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.config import ahead_shares
 from vllm_nvmeof_offload.groups import SET_SIZE_MAX, Group, GroupKind, group_ids_of, leading
 from vllm_nvmeof_offload.protocol import (
     CACHE_ROWS_MAX,
@@ -31,8 +30,6 @@ CREDITED = "credited_lru"
 #: The credit for each reuse of a chunk, in uses, as a multiple of the tier's slots. A request
 #: touches each of its chunks about three times.
 CREDIT_SHARE = 2.0
-
-_LAND, _RELOAD, _PREFETCH = ahead_shares()
 
 
 class WritePolicy(enum.Enum):
@@ -68,9 +65,10 @@ class CoreConfig:
     credit_share: float = CREDIT_SHARE
     write_policy: WritePolicy = WritePolicy.THROUGH
     weights_never_change: bool = False
-    land_cache_share: float = _LAND
-    reload_cache_share: float = _RELOAD
-    prefetch_cache_share: float = _PREFETCH
+    #: `config.ahead_shares` of the default. The core cannot import it (docs/protocol.md, rule 11).
+    land_cache_share: float = 0.5
+    reload_cache_share: float = 0.25
+    prefetch_cache_share: float = 0.25
     retain_share: float = 0.25
     admission: bool = True
     writes_pending_share: float = 0.5

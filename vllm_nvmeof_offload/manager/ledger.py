@@ -89,7 +89,7 @@ class Ledger:
         return iter(self._ops.values())
 
     def __getitem__(self, number: int) -> Op:
-        assert number in self._ops, f"a report on op {number}, which is over"
+        assert number in self._ops, f"a report on op {number}, which has ended"
         return self._ops[number]
 
     def named(self, numbers: Iterable[int]) -> list[Op]:
@@ -97,7 +97,7 @@ class Ledger:
         try:
             return [self._ops[number] for number in numbers]
         except KeyError as over:
-            raise AssertionError(f"a report on op {over}, which is over") from None
+            raise AssertionError(f"a report on op {over}, which has ended") from None
 
     def open(self, kind: OpKind, batch: Batch | None = None) -> Op:
         self._last += 1

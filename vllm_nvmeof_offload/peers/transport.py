@@ -200,7 +200,7 @@ def _probe() -> None:
     try:
         NixlTransport(SlotMemory(ctypes.addressof(memory), PAGE_BYTES, 1))
     except TransportError as error:
-        sys.exit(f"it makes no agent ({error}); its UCX may lack the RDMA device's driver")
+        sys.exit(f"it cannot create an agent ({error}); its UCX may lack the RDMA device's driver")
     os._exit(0)
 
 

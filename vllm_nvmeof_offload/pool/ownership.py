@@ -167,8 +167,8 @@ class Claim:
             if not lease.permit.wait(lambda: True):
                 raise PoolLockedError(
                     f"{lease.path.parent} now belongs to another process: this one did not renew "
-                    f"its lease for {lease.leasing.takeover_s:.0f} s and lost it; nothing more "
-                    f"was changed there, so start again"
+                    f"its lease for {lease.leasing.takeover_s:.0f} s and lost it; it has "
+                    f"written nothing since; restart this server"
                 )
 
     @property

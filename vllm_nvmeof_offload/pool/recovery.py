@@ -376,7 +376,9 @@ def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | No
             if fits:
                 pool_uuid = found.uuid
             else:
-                logger.warning("%s holds a pool of another shape: starting empty", slab.directory)
+                logger.warning(
+                    "%s holds a pool of a different shape: starting empty", slab.directory
+                )
         if not fits:
             slab.wipe()
         kept.append(found if fits else None)

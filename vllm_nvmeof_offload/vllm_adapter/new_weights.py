@@ -323,7 +323,7 @@ class PausedTiers:
         transfers."""
         manager = self._manager
         if not self.is_pausing:
-            self.give_up()  # somebody has asked for this reset
+            self.give_up()  # the user has requested this reset
         elif not self.undecided and manager.is_attached:
             if not self._is_read:
                 self._weights, self._is_read = self.read(), True

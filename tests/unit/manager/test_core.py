@@ -150,7 +150,7 @@ def test_a_report_on_several_ops_names_none_that_is_over() -> None:
     ops = [plan.command.op for plan in plans if plan.command is not None]
     bench.core.report([_several(*ops)])
     assert bench.hits([1, 2]) == [1, 2]
-    with pytest.raises(AssertionError, match=f"op {ops[0]}, which is over"):
+    with pytest.raises(AssertionError, match=f"op {ops[0]}, which has ended"):
         bench.core.report([_several(*ops)])
 
 

@@ -337,7 +337,7 @@ AGENT = "from tests.faults.peers.stand_in import Agent; nixl_agent, nixl_agent_c
     [
         ("raise ImportError('no such CUDA')", "no such CUDA"),
         ("import os; os.abort()", "exits with -6"),
-        (f"{AGENT}\nAgent.create_backend = None", "makes no agent (TypeError"),
+        (f"{AGENT}\nAgent.create_backend = None", "cannot create an agent (TypeError"),
         (AGENT, ""),
     ],
     ids=["raises", "aborts", "refuses", "works"],

@@ -91,7 +91,7 @@ def test_a_check_finds_each_kind_of_damage_once_and_repairs_it(tmp_path: Path, d
             ("table entry damaged", 1),
             ("table entry damaged", 5),
             ("slot has no intact header", 2),
-            ("slot holds what belongs in another place", 3),
+            ("slot holds a chunk of another slot", 3),
             ("table entry damaged", 12),
         }
         assert exit_code([report]) == 4
@@ -262,7 +262,7 @@ def test_a_chunk_of_another_group_or_other_weights_is_damage(tmp_path: Path) -> 
         assert kinds == {
             1: "slot holds another length",
             2: "table entry has an unknown group",
-            3: "slot holds what other weights have computed",
+            3: "slot holds a chunk of other weights",
         }
         assert report.checked == 3
     assert report.read_bytes == 2 * 8192 + SLOT_BYTES, "each group's own length"
@@ -399,7 +399,7 @@ def test_removal_refuses_foreign_files_and_then_deletes_nothing(tmp_path: Path) 
 
 # -- misplaced slots are found offline and never adopted ------------------------------
 
-ELSEWHERE = "slot holds what belongs in another place"
+ELSEWHERE = "slot holds a chunk of another slot"
 
 
 def swap(one: Path, other: Path) -> None:

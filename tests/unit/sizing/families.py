@@ -537,7 +537,7 @@ INKLING = Family(
         else [window(512, 16, 128), _conv_window(16, 1024)]
         for layer in range(66)
     ],
-    not_sized="does not size windows of convolutions",
+    not_sized="cannot compute the size of windows of convolutions",
 )
 DOTS3_NOTE = Family(
     "dots-studio/dots3-note-prev",
@@ -555,7 +555,7 @@ DOTS3_NOTE = Family(
         at=3,
     ),
     block_tokens=64,
-    not_sized="windows of latents are not sized",
+    not_sized="latent windows have an unknown size",
 )  # fmt: skip
 QWEN3_8_FLASH_NEXT = Family(
     "Qwen/Qwen3.8-Flash-Next",
@@ -576,7 +576,7 @@ QWEN3_8_FLASH_NEXT = Family(
         for layer in range(40)
     ],
     parallel=(1,),
-    not_sized="does not size states of several shapes",
+    not_sized="cannot compute the size of states of several shapes",
 )
 STEP_5 = Family(
     "stepfun-ai/Step-5-Preview",
@@ -600,7 +600,7 @@ STEP_5 = Family(
     ],
     block_tokens=64,
     parallel=(1,),
-    not_sized="does not size summaries of sparse attention",
+    not_sized="cannot compute the size of summaries of sparse attention",
 )  # fmt: skip
 
 _ALL = {name: one for name, one in globals().items() if isinstance(one, Family)}

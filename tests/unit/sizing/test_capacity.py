@@ -329,7 +329,7 @@ def test_nodes_with_a_storage_link_for_each_gpu_have_no_ratio() -> None:
     report = build(preset("Llama-3.1-8B-Instruct"), paper(node_storage_links=8))
     texts = {one.name: one.text for one in report.figures}
     assert texts["least prefill per decode node"] == "inf ×"
-    assert any("outside the range" in note for note in report.notes)
+    assert any("saturate before" in note for note in report.notes)
 
 
 def test_the_report_has_a_cluster_only_if_one_is_given() -> None:
@@ -341,9 +341,9 @@ def test_the_report_has_a_cluster_only_if_one_is_given() -> None:
     assert found["most prefill per decode node"] == pytest.approx(3.5)
     assert found["turns per second"] == pytest.approx(3 * found["turns per second, own links only"])
     assert found["agents at the TTFT"] == int(found["turns per second"] * (2.0 + 3.0))
-    assert not any("outside the range" in note for note in report.notes)
+    assert not any("saturate before" in note for note in report.notes)
     wide = build(shape, replace(given, prefill_nodes=8, decode_nodes=2))
-    assert any("8 prefill and 2 decode nodes are outside" in note for note in wide.notes)
+    assert any("8 prefill and 2 decode nodes, links" in note for note in wide.notes)
     slow = build(shape, replace(given, turn_compute_seconds=1.0))
     turns = [one.value for one in slow.figures if one.name.startswith("turns per second")]
     assert turns == [2.0, 2.0]

@@ -158,22 +158,28 @@ def test_nested_and_directory_and_index(tmp_path: Path) -> None:
             "sparse_attention_freq=None: use_sparse_attention needs a list",
         ),
         ({"num_hidden_layers": "12"}, "num_hidden_layers='12': in config.json: give a whole"),
-        ({"layer_types": ["telepathy"] * 12}, "layer_types='telepathy': not sized; known are"),
+        ({"layer_types": ["telepathy"] * 12}, "layer_types='telepathy': unknown; known are"),
         (
             {"hybrid_override_pattern": "M?"},
-            "hybrid_override_pattern='?': not sized; known are M, *, -, E",
+            "hybrid_override_pattern='?': unknown; known are M, *, -, E",
         ),
-        ({"block_configs": [{}]}, "this version does not size heads that differ from layer"),
+        (
+            {"block_configs": [{}]},
+            "cannot compute the size of heads that differ from layer",
+        ),
         (
             {"compress_ratios": [8] * 12, "head_dim": 512, "sliding_window": 128},
-            "compress_ratios=8: not sized; known are 0, 4, 128",
+            "compress_ratios=8: unknown; known are 0, 4, 128",
         ),
         ({"is_encoder_decoder": True}, "only decoders are sized"),
         ({"mamba_step": 2}, "mamba_step=2: this version cannot tell which layers have recurrent"),
-        ({"layer_group_size": 8}, "this version does not size linear attention in groups"),
+        (
+            {"layer_group_size": 8},
+            "cannot compute the size of linear attention in groups",
+        ),
         (
             {**SPARSE, "sliding_window": 8, "layer_types": ["sliding_attention"] * 11 + ["full"]},
-            "layer_types='full': not sized",
+            "layer_types='full': unknown",
         ),
         (
             {
@@ -181,7 +187,7 @@ def test_nested_and_directory_and_index(tmp_path: Path) -> None:
                 "sliding_window": 8,
                 "layer_types": ["sliding_attention"] * 11 + ["full_attention"],
             },
-            "windows of latents are not sized",
+            "latent windows have an unknown size",
         ),
         ({"hybrid_override_pattern": "-" * 12}, "no layer has a cache"),
     ],

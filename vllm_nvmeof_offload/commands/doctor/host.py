@@ -203,7 +203,7 @@ def check_pool(targets: list[str], pool: str | int) -> Finding:
     try:
         check_space(settings, held)
     except ConfigError as refusal:
-        # Pools of live servers can be used by nobody else, but one may be the server in question.
+        # A live server's pool is not available to others, but it may be this server's own.
         ours = [find(filter(Path.is_dir, [Path(target)]), ours=True) for target in targets]
         taken = [sum(disk_bytes(one.path) for one in some) for some in ours]
         evidence = str(refusal)

@@ -149,10 +149,10 @@ class OfflineRank:
         """
         _, length, place, tag = self.wanted(index, identity, tag)
         differences = {
-            "holds what belongs in another place": header.place != place,
+            "holds a chunk of another slot": header.place != place,
             "holds another key": header.identity.key != identity.key,
             "holds another generation": header.identity.generation != identity.generation,
-            "holds what other weights have computed": header.stamp.tag != tag,
+            "holds a chunk of other weights": header.stamp.tag != tag,
             "holds another length": header.payload_bytes != length,
         }
         return next((defect for defect, is_found in differences.items() if is_found), "")

@@ -358,7 +358,7 @@ def parse_model(config: Config, name: str, weights: Weights | None = None) -> Mo
     text = _text(config)
     for key, what in _NOT_SIZED.items():
         if text.get(key):
-            raise ConfigError(key, "…", f"this version does not size {what}")
+            raise ConfigError(key, "…", f"this version cannot compute the size of {what}")
     if text.get("is_encoder_decoder"):
         raise ConfigError("is_encoder_decoder", True, "only decoders are sized")
     # Some files list the layers without giving their number.
@@ -403,7 +403,7 @@ def _block_tokens(text: Config, caches: tuple[LayerCache, ...]) -> int:
         what = "this version cannot tell which layers have recurrent states"
         raise ConfigError(found[0], text[found[0]], what)
     if {LayerKind.LATENT, LayerKind.WINDOW} <= kinds and not any(c.align_bytes > 1 for c in caches):
-        raise ConfigError("layer_types", "sliding_attention", "windows of latents are not sized")
+        raise ConfigError("layer_types", "sliding_attention", "latent windows have an unknown size")
     if any(one.tokens_per_entry > 1 for one in caches):
         return 256
     return 64 if LayerKind.LATENT in kinds else 128 if LayerKind.INDEXER in kinds else 16
@@ -496,7 +496,7 @@ def _compressed(ratios: list[int], sources: list[int] | None) -> list[tuple[str,
         elif ratio in _V4_LAYERS:
             names = _V4_LAYERS[ratio]
         else:
-            raise ConfigError("compress_ratios", ratio, "not sized; known are 0, 4, 128")
+            raise ConfigError("compress_ratios", ratio, "unknown; known are 0, 4, 128")
         found.append((names, max(1, ratio)))
     return found
 
@@ -535,7 +535,7 @@ def _listed(config: Config) -> list[str]:
         if isinstance(names, list | str) and names:
             if unknown := [one for one in names if one not in spellings]:
                 known = ", ".join(map(str, spellings))
-                raise ConfigError(key, unknown[0], f"not sized; known are {known}")
+                raise ConfigError(key, unknown[0], f"unknown; known are {known}")
             # Some files list windowed layers but set the window to null: such layers are full.
             reach = {"window": _window_tokens(config), "local": config.get("attention_chunk_size")}
             found = (spellings[one] for one in names)

@@ -440,9 +440,8 @@ def _notes_on_deployment(sizes: KvSizes, room: Room | None, back: Reload) -> Ite
         least, most = ratio_range(deployment)
         if not least <= prefill / decode <= most:
             yield (
-                f"{prefill} prefill and {decode} decode nodes are outside the range in which links "
-                "to the pool are the limit: links between nodes, or the nodes' memory, saturate "
-                "first"
+                f"with {prefill} prefill and {decode} decode nodes, links between nodes or the "
+                "nodes' memory saturate before the links to the pool"
             )
     if back.seconds > deployment.ttft_seconds:
         hop = back.bottleneck

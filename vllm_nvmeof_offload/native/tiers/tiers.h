@@ -448,7 +448,7 @@ class Tiers {
   std::vector<Trust> trust_;                  // by group
   std::vector<size_t> unequal_;               // groups with unequal members, until taken
   size_t turn_ = 0;                           // the target that is chosen if all else is equal
-  double pass_ = 0;                           // the least pass of the targets that could be chosen
+  double pass_ = 0;                           // the lowest pass of all usable targets
   // Consecutive failures by place. A device may accept writes and fail reads, so both are counted.
   std::unordered_map<Place, int> failed_reads_, failed_writes_;
 };
