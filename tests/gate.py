@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which tests `make test` runs: the gate. `make test-all` runs the rest too.
+"""The gate: the tests that `make test` runs. `make test-all` also runs the others.
 
 In the gate is what is quick. Of what is not, it has what stands between a fault and wrong tokens:
 one server of each kind that a fault would show in, one boot of the fabric, one build with

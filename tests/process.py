@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process has and may have: descriptors of large numbers, listening ports, locked
+"""This process's resources: descriptors with high numbers, listening ports, and locked
 memory."""
 
 from __future__ import annotations

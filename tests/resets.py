@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reset of a pool without an engine: what the machine does with a `ResetCommand`."""
+"""Resets a pool without an engine, as the machine does for a `ResetCommand`."""
 
 from __future__ import annotations
 

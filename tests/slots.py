@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots that a test plants and reads by itself, by calls of `os` that a simulated disk can catch.
+"""Slots that a test writes and reads itself, with calls of `os` that a simulated disk intercepts.
 
 The I/O engine writes them in the same order: header page and payload, then the table's entry.
 """

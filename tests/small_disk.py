@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A real file system for as long as a test runs, and no longer, even where the test is killed."""
+"""A real file system that is unmounted at the end of its test, even if the test is killed."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Waiting for what tells nobody when it comes."""
+"""Polling for conditions that send no notification."""
 
 from __future__ import annotations
 

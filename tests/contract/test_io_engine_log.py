@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of the log: what it says is what the table has, whatever the engine has written."""
+"""The contract of the log: it agrees with the table, whatever the engine has written."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rule 18: what writes to a region with a lease starts only within the permit."""
+"""Rule 18: a write to a region with a lease starts only within the permit."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A server that loads through another one's storage link too: the same tokens, whoever dies.
+"""A server that also loads through another server's storage link: the same tokens if either dies.
 
 P computes, stores and loads again; D reads for it. Each has a slow storage link of its own. The
 tests go on from one another.

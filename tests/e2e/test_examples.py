@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs examples as a user would, and the backend as an argument of `LLM`. `test_wheel.py` starts
-`02_serve.sh`."""
+"""Runs the examples as a user would, and the backend as an argument of `LLM`. `test_wheel.py`
+starts `02_serve.sh`."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One real server and one fault after the other: it stays up, with the same tokens and counts."""
+"""One real server under one fault after another: it stays up, with the same tokens and counts."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of docs/requests.md do on a real server what the page says."""
+"""The commands in docs/requests.md work on a real server as the page says."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our router and vLLM's before two real servers that share: equal tokens, each does its part."""
+"""Our router and vLLM's before two real servers that share: equal tokens, and both are used."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two servers on one directory load one another's chunks: same tokens, and only what is the same.
+"""Two servers on one directory load each other's chunks, if model and weights are the same.
 
 Server A computes and stores; server B never computes what A has. The tests go on from one another.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Servers on one target that quantize the same files differently have other weights.
+"""Servers on one target that quantize the same files differently do not share chunks.
 
 The weights differ only by `--quantization-config`. They must neither share nor adopt.
 """

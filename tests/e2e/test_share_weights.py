@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""New weights in servers that share: no token of the wrong ones, and sharing by the weights' name.
+"""New weights in servers that share: never tokens of old weights, and sharing by the weights' name.
 
 Servers A and B begin with the same weights on one directory. The tests go on from one another.
 The expected answers are those of servers without offloading, of each set of weights.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sleep, pause and resets over HTTP: the tiers stay exactly as long as the weights do.
+"""Sleep, pause and resets over HTTP: the tiers stay valid exactly as long as the weights do.
 
 Weights and KV cache leave their memory in a stand-in for the GPU's worker (`sleeping_worker`). All
 tests use one server in turn, which has the old weights before and after each, and a second one on

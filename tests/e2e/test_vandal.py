@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Random damage to the files of two servers that share a pool, and kills, change no token.
+"""Random damage to the files of two servers that share a pool, and SIGKILLs, change no token.
 
 Bytes are flipped, slots exchanged, pages cleared, files cut and removed, at random and while the
 servers read and write. They may lose chunks; they may not stop, except when killed, nor answer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A process without some of its rights: `python -m tests.faults.denied_child JSON`.
+"""A process without some of its permissions: `python -m tests.faults.denied_child JSON`.
 
 Opens a pool, gives up the rights that JSON names, chooses an engine, stores and loads, and prints
 as JSON the engine that ran, its log, and whether the bytes were right.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the kernel refuses: io_uring or its memory (the fallback is correct), or threads."""
+"""A kernel that refuses io_uring, its memory (the fallback is correct), or threads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SIGKILL of a real process, hundreds of times: acknowledged chunks are found with right bytes.
+"""Hundreds of SIGKILLs of a real process: acknowledged chunks are found with correct bytes.
 
 The page cache survives the kill, so no chunk that was acknowledged and not overwritten since may
 be missing, and every chunk that is found must be right. Replay the choices with VLLM_NVMEOF_SEED;

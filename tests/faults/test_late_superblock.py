@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An owner that was stopped in its reset goes on when another one has its region.
+"""An owner that was stopped during its reset continues after another has taken its region.
 
 The reset was to weights that the other owner does not have, and both have drawn the same epoch. If
 the first one's superblock lands after all, it says of the other's chunks that its own weights have

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes read the slots that a third one writes again and again: no wrong word is accepted.
+"""Two processes read slots that a third rewrites all the time: no wrong word is accepted.
 
 They know what is in the slots from the owner's table or from its log. `race_child` says what they
 do. Replay the choices with VLLM_NVMEOF_SEED; the kernel's scheduler decides the rest.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The kill matrix: which suite notices which broken rule. `python -m tests.kill_matrix --help`."""
+"""The kill matrix: the suites that detect a broken rule. `python -m tests.kill_matrix --help`."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which suite notices which mutant. `cover` first, then `run`, which goes on where it was ended.
+"""Finds the suites that detect each mutant: first `cover`, then `run`, which can be continued.
 
     python -m tests.kill_matrix cover        # notes which test runs which line
     python -m tests.kill_matrix run          # writes each mutant into matrix.json when it is done

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native code's own test programs: the core under each sanitizer, the rest under two."""
+"""The test programs of the native code: the core under each sanitizer, the rest under two."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scripted follower: it scans other engines' tables, sooner or later, and writes the real
+"""The scripted follower: it scans other engines' tables, early or late, and writes the real
 foreign table. Some of what it says is wrong, because it reads beside its owners' writes."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A simulated vLLM scheduler with the offloading connector's scheduler side around our core.
+"""A simulated vLLM scheduler that drives our core as the offloading connector does.
 
 It models these parts of vLLM 0.32/0.33: prefix cache and eviction, chunked prefill, preemption
 with flush, loads for requests with nothing computed, stores built in the step that computes

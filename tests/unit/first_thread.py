@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A half-ended process: its first thread has exited and another one runs. A process killed while a
+"""A half-ended process: its first thread has exited and another runs. A process killed while a
 thread waits in the kernel for a device is in the same state.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is read of a request's hints: four actions; all others are counted and harm nothing."""
+"""A request's hints: four actions are read; all others are counted and ignored."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Memory goes by the container's limit, and a pool leaves a part of each file system free."""
+"""Memory is bounded by the container's limit, and a pool leaves part of each file system free."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files on disk are private, are never executed, and reveal nothing of a prompt; ports are shut."""
+"""Files on disk are private, never executed, and reveal no prompt; ports are closed."""
 
 from __future__ import annotations
 

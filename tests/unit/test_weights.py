@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal weights give equal digests; small tensors that differ give others, in any header."""
+"""Equal weights give equal digests; different small tensors give different ones, in any header."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How an operator names the weights of a running server, and in which order that is reported."""
+"""Naming the weights of a running server, and the order in which the name is reported."""
 
 from __future__ import annotations
 

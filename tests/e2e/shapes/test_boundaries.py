@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a turn of a conversation leaves behind of windows and states, and what the next turn finds
+"""The windows and states that a turn of a conversation stores, and those that the next turn finds
 of it."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be offloaded right is refused before the server is ready."""
+"""Models and options that cannot be offloaded correctly are refused before the server is ready."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Either side as far as messages go, for what the real one never does."""
+"""Fakes of both ends of a session, for messages that the real ones never send."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""P's side of the tests of peers: chunks in a pool, a serving process, and what comes from it."""
+"""The loading server in tests of peers: chunks in a pool, a serving process, and its answers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""NIXL's agent as far as `NixlTransport` calls it, for machines without RDMA.
+"""A stand-in for the part of NIXL's agent that `NixlTransport` calls, for machines without RDMA.
 
 Another process's memory stands in for what a network card reaches: a READ copies it when the one
 who began it asks for its state, and nothing of the other process runs meanwhile.

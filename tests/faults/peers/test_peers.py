@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads through a peer in another process, over real files; peers that lie, hurry, stop and die."""
+"""Reads through a peer in another process, over real files, and through faulty and killed peers."""
 
 from __future__ import annotations
 

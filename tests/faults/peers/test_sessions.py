@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Each side with one that says what the real one never does, or nothing."""
+"""Each end of a session against a fake that is silent or sends what the real one never sends."""
 
 from __future__ import annotations
 

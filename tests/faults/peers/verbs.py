@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pulls by NIXL over RDMA: who moves the bytes, and what a pull does that never ends.
+"""Pulls by NIXL over RDMA: the engine that moves the bytes, and a pull that never ends.
 
 tests/fabric/pulls.py runs these tests in the guest, because they cut its links.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One seed: a store is filled, read, evicted, reset, crashed and reopened, for several lives.
+"""One seed of the store's simulation: fill, read, evict, reset, crash and reopen, several times.
 
 The real pool runs over real small files. The model records for each pool slot the bytes of the
 last acknowledged write, and for each generation when it was written. It checks

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tests of what the adapter knows of vLLM's releases."""
+"""Tests of the adapter to vLLM."""
 
 from __future__ import annotations
 

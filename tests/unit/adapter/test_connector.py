@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Our connector alone and beside others: options, failures, answers, layouts and log lines."""
+"""Our connector alone and with others: options, failures, answers, layouts and log lines."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Deployments of other KV bytes have other keyspaces; what cannot be identified adopts nothing."""
+"""Deployments whose KV bytes differ have different keyspaces; unidentified ones adopt nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who shares with the other servers of the host, and what is started for it."""
+"""The servers that share with others on their host, and the follower that they start."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What cannot be offloaded correctly is refused by name: features, platforms, parallel shapes."""
+"""Features, platforms and parallel shapes that cannot be offloaded are refused by name."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`vllm-nvmeof try` on a made-up server: what proves loading, what does not, what is refused."""
+"""`vllm-nvmeof try` on a fake server: proofs that a prompt was loaded, and refusals."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The copy benchmark from end to end over the stub: its figures mean nothing, its flow is real."""
+"""The copy benchmark from end to end over the stub; its figures mean nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks over per-layer and packed layouts, copied by the host's engine, which makes checksums."""
+"""Chunks in per-layer and packed layouts, copied and checksummed by the host's engine."""
 
 from __future__ import annotations
 

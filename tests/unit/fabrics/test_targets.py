@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verdicts on a target, the watch on its paths, and the search for one that is lost."""
+"""Verdicts on a target, the watching of its paths, and the search for a lost target."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The follower's process: nobody's child, ends with its server, outlives a target that hangs."""
+"""The follower's process: it has no parent, ends with its server, and survives a hanging target."""
 
 from __future__ import annotations
 

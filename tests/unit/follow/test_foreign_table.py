@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The foreign table: what the follower puts there, the engine's process finds, in shared memory."""
+"""The foreign table in shared memory: the engine's process finds the rows that a follower adds."""
 
 from __future__ import annotations
 

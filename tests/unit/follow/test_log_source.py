@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a follower takes from a region's log, and when it reads the whole table again."""
+"""The changes that a follower reads from a region's log, and its new scans of the whole table."""
 
 from __future__ import annotations
 

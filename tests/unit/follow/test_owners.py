@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Owners with several targets and ranks, versions that are asked for, and numbers."""
+"""Owners with several targets and ranks, requested versions, and owner numbers."""
 
 from __future__ import annotations
 

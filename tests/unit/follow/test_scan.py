@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a scan offers of other engines' pools on disk, and when it withdraws it."""
+"""The chunks of other engines' pools that a scan offers, and their withdrawal."""
 
 from __future__ import annotations
 

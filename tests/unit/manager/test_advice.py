@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""kv_hints, as vLLM hands them over, change what is evicted and which request is fetched for."""
+"""kv_hints, as vLLM passes them, change the order of eviction and of fetches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One copy where ranks hold equal KV: which ranks are trusted, what is doomed and adopted."""
+"""One copy for ranks with equal KV: samples, dooming and adoption."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a session retains stays in both tiers until its time has passed or it is dropped."""
+"""A session's retained chunks stay in both tiers until it expires or is dropped."""
 
 from __future__ import annotations
 

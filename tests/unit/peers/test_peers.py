@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Peers: their messages, what is found out about NIXL, and what starts and ends connections."""
+"""Peers: their messages, the check of NIXL, and the start and end of connections."""
 
 from __future__ import annotations
 

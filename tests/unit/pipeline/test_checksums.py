@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checksums that copies make: for the writes of what they stored, and to check what was loaded."""
+"""Checksums computed by copies: for writes after a store, and to verify loads."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process may end while the pipeline's thread works, as after an exception that nobody caught.
+"""The process may end while the pipeline's thread works, as after an uncaught exception.
 
 A real pipeline in a child; its engines answer at once.
 """

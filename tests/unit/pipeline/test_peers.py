@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads by peers: which chunks they get, where these land, and when a peer rests."""
+"""Reads by peers: the choice of chunks, copies into cache slots, and pauses of peers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chunks through the pipeline: order, identity, checks, batches, streaming, and what is metered."""
+"""Chunks through the pipeline: order, identity, checks, batches, streaming, and counters."""
 
 from __future__ import annotations
 

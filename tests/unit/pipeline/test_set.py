@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ranks with equal bytes share one copy of a chunk: its holder works, the others read its slot."""
+"""Ranks with equal bytes share one copy of a chunk: one rank reads it, the others copy from it."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What another user puts in the place of ours is neither read nor written, and holds up nothing."""
+"""Files that another user put in place of ours are neither read nor written, and delay nothing."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, prefill, inspection and removal of pools, beside a live server too."""
+"""Checks, prefill, inspection and removal of pools, also while a server uses them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opening, adopting and resetting a pool, over all the ways in which it may have been left."""
+"""Opening, adopting and resetting a pool, in every state that an earlier process may leave."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json in the spellings of many families."""
+"""config.json in the forms that many families use."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache groups of each model family, without vLLM: beside vLLM's own planner and our server.
+"""KV cache groups of each model family, planned without vLLM and compared with vLLM's planner.
 
 The planner's plan of each family also goes through the server's rules: it must refuse, choose
 blocks per chunk and see groups as `doctor --model` says.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which models of vLLM 0.33's own recipes the server accepts, by the KV caches of their layers.
+"""The models of vLLM 0.33's recipes that the server accepts, by the KV caches of their layers.
 
 Each recipe belongs to one family. A family is planned as a model of `families.py` that has the same
 kinds of layers, which `test_planner.py` compares with vLLM's planner and the server's rules, or it

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The native tiers beside a model of them in plain Python."""
+"""The native tiers, compared with a model in plain Python."""

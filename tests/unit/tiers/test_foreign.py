@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which chunks of other engines are accepted, and for how long they are not."""
+"""The chunks of other engines that are accepted, and the times of refusal."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Slots, the reports that release them, the table of transitions, and the memory that all take."""
+"""Slots, the reports that release them, the table of transitions, and the memory used."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fetching a release of vLLM, and what `make vllm-next` concludes, on made-up releases."""
+"""Fetching a release of vLLM, and the results of `make vllm-next`, with fake releases."""
 
 from __future__ import annotations
 
