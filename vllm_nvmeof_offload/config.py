@@ -77,7 +77,7 @@ _VLLM_KEYS = {
 #: The entry of `kv_connector_extra_config` that gives every process stamps of the models' files,
 #: taken by the plugin before vLLM reads the files. Not a key, because users never set it.
 WEIGHTS_SEEN = "_weights_seen"
-#: Keys of other backends that users may try, and the key of ours that errors suggest instead.
+#: Keys of other backends that users may try, and our key that the error suggests instead.
 _FOREIGN_KEYS = {
     "cpu_bytes_to_use": "staging_bytes",
     "num_cpu_blocks": "staging_bytes",
@@ -565,7 +565,7 @@ def _variable(key: str) -> str:
 
 
 def _variables() -> dict[str, str]:
-    """Return the key of each variable: all keys of ours, and vLLM's `offload_prompt_only`."""
+    """Return the key of each variable: all our keys, and vLLM's `offload_prompt_only`."""
     return {
         _variable(name): name
         for name in OffloadConfig.model_fields

@@ -11,7 +11,7 @@
     ├── EngineError          an I/O or copy engine that cannot be built here
     └── IntegrationError     this vLLM is not one that we support
 
-A broken invariant is an `AssertionError`: a mistake of ours, not an external event.
+A broken invariant is an `AssertionError`: a programming error, not an external event.
 """
 
 from __future__ import annotations

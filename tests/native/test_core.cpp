@@ -627,27 +627,27 @@ void test_checksums(uint64_t seed) {
 // A caller that sleeps is woken once for completions that come one after the other.
 void test_completions_that_follow() {
   CompletionQueue completions;
-  const auto is_told = [&] {
+  const auto is_notified = [&] {
     pollfd ready{completions.fd(), POLLIN, 0};
     return poll(&ready, 1, 0) == 1;
   };
   completions.push({1, Outcome::OK, 0}, true);
-  CHECK(!is_told());
-  completions.tell(false);
-  CHECK(is_told());
-  CHECK(completions.take().size() == 1 && !is_told());
+  CHECK(!is_notified());
+  completions.notify(false);
+  CHECK(is_notified());
+  CHECK(completions.take().size() == 1 && !is_notified());
   completions.push({2, Outcome::OK, 0}, true);
   std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  completions.tell(true);  // more follow, but this one has waited long enough
-  CHECK(is_told());
+  completions.notify(true);  // more follow, but this one has waited long enough
+  CHECK(is_notified());
   CHECK(completions.take().size() == 1);
   completions.push({3, Outcome::OK, 0}, true);
   completions.push({4, Outcome::OK, 0});  // nothing follows this one
-  CHECK(is_told());
-  CHECK(completions.take().size() == 2 && !is_told());
+  CHECK(is_notified());
+  CHECK(completions.take().size() == 2 && !is_notified());
   completions.push({5, Outcome::OK, 0}, true);
   completions.landed({6});
-  CHECK(is_told());
+  CHECK(is_notified());
 }
 
 }  // namespace

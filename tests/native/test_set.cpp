@@ -18,8 +18,8 @@
 #include <string>
 #include <vector>
 
-#include "machine/machine.h"
 #include "common/op.h"
+#include "machine/machine.h"
 
 using namespace nvmeof;
 

@@ -211,7 +211,7 @@ class ReloadScheduler:
             full = self._holds.held(Reason.RELOAD) >= self._limits[Reason.RELOAD]
             if not looks or (full and not finished):
                 break
-            if finished:  # if not, go on: the next request may need only holds
+            if finished:  # otherwise continue: the next request may need only holds
                 want.done_s = now_s
         if len(self._queue) > 2 * len(self._wants):  # drop requests that have left
             self._queue = [one for one in self._queue if self._waits(one[2])]

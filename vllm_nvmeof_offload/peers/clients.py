@@ -148,8 +148,8 @@ class _Session:
         self.has_pulled = False  # the first pull connects, which takes milliseconds
         self.transport: NixlTransport | None = None  # None if chunks arrive in messages
         self._listening = listening
-        self.told_s = 0.0
-        self.heard_s = self.opened_s = listening.now_s  # by the clock that measures silence
+        self.sent_s = 0.0
+        self.received_s = self.opened_s = listening.now_s  # by the clock that measures silence
         self.is_stalled = False
         self.broken = ""  # why nothing can be sent
         self.credits = self.slots = 0
@@ -171,7 +171,7 @@ class _Session:
         return self._cut_off
 
     def hear(self) -> None:
-        self.heard_s = self._listening.now_s
+        self.received_s = self._listening.now_s
         self.is_stalled = False
 
     def opens(self) -> None:
@@ -179,15 +179,15 @@ class _Session:
         self.opened_s = self._listening.now_s
 
     def is_silent(self) -> bool:
-        return self._listening.now_s - self.heard_s > (SILENT_S if self.is_up else _GREETING_S)
+        return self._listening.now_s - self.received_s > (SILENT_S if self.is_up else _GREETING_S)
 
     def stalls(self) -> bool:
         """Return whether the peer has been silent for too long since the last request."""
-        heard_s = max(self.heard_s, self.opened_s)
-        return bool(self.open) and self._listening.now_s - heard_s > STALLED_S
+        received_s = max(self.received_s, self.opened_s)
+        return bool(self.open) and self._listening.now_s - received_s > STALLED_S
 
     def send(self, message: AnyMessage) -> None:
-        self.told_s = time.monotonic()
+        self.sent_s = time.monotonic()
         try:
             self.socket.send(self.channel.encode(message), zmq.NOBLOCK)
         except zmq.ZMQError as error:
@@ -207,7 +207,7 @@ class _Lane:
     pull_rate: BusyRate = field(default_factory=BusyRate)
     unusable_until_s: float = 0.0
     lost: int = 0  # lost sessions, and stalls
-    told: str = ""  # the last text in the log
+    logged: str = ""  # the last text in the log
 
 
 class PeerClients(SessionThread):
@@ -428,7 +428,7 @@ class PeerClients(SessionThread):
         for start in range(0, len(session.done), TOKENS_MAX):
             session.send(Done(tokens=session.done[start : start + TOKENS_MAX]))
         session.done.clear()
-        if now_s - session.told_s >= (BEAT_OPEN_S if session.open else BEAT_IDLE_S):
+        if now_s - session.sent_s >= (BEAT_OPEN_S if session.open else BEAT_IDLE_S):
             session.send(Beat())
 
     # -- what we receive
@@ -647,8 +647,8 @@ class PeerClients(SessionThread):
 
     def _say(self, lane: _Lane, text: str) -> None:
         """Log a text unless it repeats the last one."""
-        if text != lane.told:
-            lane.told = text
+        if text != lane.logged:
+            lane.logged = text
             logger.info("peer %s: %s", lane.address, text)
 
 

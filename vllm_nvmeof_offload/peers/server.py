@@ -120,11 +120,11 @@ class _Serving:
 class _Session:
     route: bytes
     tag: bytes
-    heard_s: float  # by `Listening`'s clock
+    received_s: float  # by `Listening`'s clock
     channel: Channel
-    told_s: float = 0.0  # when the levels were last sent
-    told_bytes: int = 0  # the bytes ahead of its next read, as last sent
-    told_credits: int = 0
+    sent_s: float = 0.0  # when the levels were last sent
+    sent_bytes: int = 0  # the bytes ahead of its next read, as last sent
+    sent_credits: int = 0
     lent: int = 0  # open reads that are lent
     held: int = 0  # serve slots in use
     queued_bytes: int = 0  # bytes of open reads that wait for a slot
@@ -314,7 +314,7 @@ class PeerServer(SessionThread):
         is_lent = self._transport is not None and any(one.lent for one in sessions)
         if is_lent and time.monotonic() - self._moved_s < _MOVING_S:
             return 0.0
-        return BEAT_OPEN_S if any(one.open or one.told_bytes for one in sessions) else BEAT_IDLE_S
+        return BEAT_OPEN_S if any(one.open or one.sent_bytes for one in sessions) else BEAT_IDLE_S
 
     def _look_at_door(self, now_s: float) -> None:
         self._door.turn(now_s)
@@ -332,7 +332,7 @@ class PeerServer(SessionThread):
         self._expire(now_s)
         self._begin(now_s)
         for session in list(self._sessions.values()):
-            is_silent = self._listening.now_s - session.heard_s > SILENT_S
+            is_silent = self._listening.now_s - session.received_s > SILENT_S
             if session.is_gone or (drained and is_silent):
                 self.counts.lost += 1
                 self._end(session, "the peer was silent for too long")
@@ -360,7 +360,7 @@ class PeerServer(SessionThread):
             self._greet(route, raw)
             return
         message = session.channel.decode(raw)
-        session.heard_s = self._listening.now_s
+        session.received_s = self._listening.now_s
         match message:
             case Read():
                 self._take_reads(session, message)
@@ -395,7 +395,7 @@ class PeerServer(SessionThread):
         self._turns.append(session)
         address, _, slots = self._memory
         metadata = self._metadata() if hello.pulls else b""
-        session.told_credits = share = self._share()
+        session.sent_credits = share = self._share()
         welcome = Welcome(metadata=metadata, address=address, slots=slots, credits=share)
         self._send(session, welcome)
 
@@ -553,8 +553,8 @@ class PeerServer(SessionThread):
     def _tell(self, session: _Session, now_s: float) -> None:
         queued_bytes, bytes_per_s = self._levels(session)
         share = self._share()
-        told = session.told_bytes, session.told_credits
-        has_news = session.open or told != (queued_bytes, share)
+        last_sent = session.sent_bytes, session.sent_credits
+        has_news = session.open or last_sent != (queued_bytes, share)
         while session.failed:
             self._send(session, Failed(failed=session.failed[:TOKENS_MAX]))
             del session.failed[:TOKENS_MAX]
@@ -567,12 +567,12 @@ class PeerServer(SessionThread):
             )
             self._send(session, ready)
             session.ready = []
-        elif now_s - session.told_s >= (BEAT_OPEN_S if has_news else BEAT_IDLE_S):
+        elif now_s - session.sent_s >= (BEAT_OPEN_S if has_news else BEAT_IDLE_S):
             beat = Beat(queued_bytes=queued_bytes, bytes_per_s=bytes_per_s, credits=share)
             self._send(session, beat)
         else:
             return
-        session.told_s, session.told_bytes, session.told_credits = now_s, queued_bytes, share
+        session.sent_s, session.sent_bytes, session.sent_credits = now_s, queued_bytes, share
 
     def _levels(self, session: _Session) -> Levels:
         """Return the load ahead of this peer's next read, except for its own open reads."""

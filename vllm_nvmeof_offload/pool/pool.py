@@ -79,7 +79,7 @@ class Background:
             lane, call = job
             try:
                 call()
-            except Exception:  # noqa: BLE001 - a bug; the other calls go on
+            except Exception:  # noqa: BLE001 - a bug; the other calls continue
                 logger.exception("a background call failed")
             finally:
                 with self._changed:

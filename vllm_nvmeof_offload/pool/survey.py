@@ -153,7 +153,7 @@ def _under(path: Path) -> list[RankDirectory]:
         )
     found = [one for one in find([keyspace.parent]) if one.path.is_relative_to(path)]
     if not found:
-        raise PoolError(f"{path} holds no pool; `vllm-nvmeof pool ls` shows what there is")
+        raise PoolError(f"{path} holds no pool; `vllm-nvmeof pool ls` lists all pools")
     return found
 
 

@@ -287,8 +287,8 @@ def extra_of(values: Mapping[str, Any], has_flag: bool | None) -> dict[str, Any]
         ConfigError(
             name,
             value,
-            f"not a field of --kv-transfer-config; keys of ours go into {EXTRA}, and vLLM's fields "
-            f"are {', '.join(TRANSFER_FIELDS)}",
+            f"not a field of --kv-transfer-config; put this package's keys into {EXTRA}; "
+            f"vLLM's fields are {', '.join(TRANSFER_FIELDS)}",
         )
         for name, value in values.items()
         if name not in TRANSFER_FIELDS

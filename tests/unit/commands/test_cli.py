@@ -89,7 +89,10 @@ def test_config_check_accepts_the_whole_json_or_our_part_of_it(tmp_path: Path, w
         ('{"kv_connector": "LMCacheConnector"}', "another backend, or a typo"),
         (f'{{"kv_connector": {CONNECTOR}}}', "vLLM needs it with kv_connector; give kv_both"),
         (f'{{"kv_connector": {CONNECTOR}, "kv_role": "kv_producer"}}', "engine; give kv_both"),
-        ('{"kv_role": "kv_both", "pool_bytes": 0}', "keys of ours go into kv_connector_extra"),
+        (
+            '{"kv_role": "kv_both", "pool_bytes": 0}',
+            "put this package's keys into kv_conn",
+        ),
         ('{"kv_connector": "MultiConnector", "kv_role": "kv_both"}', "none of its connectors is"),
         ('{"kv_connector_extra_config": []}', "give an object"),
         ('{"peer_listen": "0.0.0.0:7000"}', "give a share_secret_file"),

@@ -205,7 +205,7 @@ using Indexes = std::vector<uint32_t>;
 using Reported = std::tuple<Indexes, std::optional<Indexes>, Indexes, bool>;
 
 // Convert an effect for Python.
-Reported told(Effect&& effect, const Batch& batch) {
+Reported reported(Effect&& effect, const Batch& batch) {
   const bool ended = !effect.decided.empty() && batch.undecided == 0;
   std::optional<Indexes> decided;
   if (effect.decided.size() != batch.size()) decided = std::move(effect.decided);
@@ -220,7 +220,7 @@ Reported report(Tiers& tiers, int kind, Batch& batch, std::optional<Column<uint3
   const Report parts{span_of(indexes),  span_of(codes), span_of(errors),
                      span_of(released), span_of(crcs),  rank};
   tiers.report(static_cast<OpKind>(kind), batch, parts, effect);
-  return told(std::move(effect), batch);
+  return reported(std::move(effect), batch);
 }
 
 using WholeReported = std::tuple<Indexes, std::vector<std::tuple<uint32_t, Reported>>>;
@@ -245,7 +245,7 @@ WholeReported report_whole(Tiers& tiers, const nb::bytes& kinds,
     if (!batch.undecided && !batch.unreleased) over.push_back(at);
     const bool is_read = kind == OpKind::LOAD || kind == OpKind::FETCH;
     if (!effect.lost.empty() || !effect.failed.empty() || (is_read && !effect.decided.empty()))
-      news.emplace_back(at, told(std::exchange(effect, {}), batch));
+      news.emplace_back(at, reported(std::exchange(effect, {}), batch));
   }
   return found;
 }

@@ -138,7 +138,7 @@ class ThreadRing final : public Ring {
   std::deque<Call> reads_, writes_;  // not started
   std::vector<Call*> running_;       // the call of each busy thread
   std::vector<std::pair<void*, int>> done_;
-  bool told_ = false;  // `done_fd_` has been set since `done_` was last taken
+  bool signalled_ = false;  // `done_fd_` has been set since `done_` was last taken
   bool stopping_ = false;
   std::vector<std::thread> threads_;
 };

@@ -427,7 +427,7 @@ bool TargetRing::check_one() {
   std::lock_guard lock(mutex_);
   --op.unchecked;
   release(piece);
-  completions_->tell(!to_check_.empty());
+  completions_->notify(!to_check_.empty());
   return true;
 }
 

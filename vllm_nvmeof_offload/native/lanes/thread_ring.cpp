@@ -93,7 +93,7 @@ void ThreadRing::reap(const std::function<void(void*, int)>& each) {
   {
     std::lock_guard lock(mutex_);
     eventfd_t ignored;
-    if (std::exchange(told_, false)) eventfd_read(done_fd_, &ignored);
+    if (std::exchange(signalled_, false)) eventfd_read(done_fd_, &ignored);
     done.swap(done_);
   }
   for (const auto& [tag, result] : done) each(tag, result);
@@ -125,7 +125,7 @@ bool ThreadRing::take(Call& call) {
 
 void ThreadRing::complete(void* tag, int result) {
   done_.emplace_back(tag, result);
-  if (!std::exchange(told_, true)) eventfd_write(done_fd_, 1);
+  if (!std::exchange(signalled_, true)) eventfd_write(done_fd_, 1);
 }
 
 void ThreadRing::run() {

@@ -197,7 +197,7 @@ class CompletionQueue {
   ~CompletionQueue() { close(fd_); }
 
   int fd() const { return fd_; }
-  // Add a completion. If `more_follow`, do not wake the caller yet, because `tell` follows soon.
+  // Add a completion. If `more_follow`, do not wake the caller yet, because `notify` follows soon.
   void push(LaneEnd end, bool more_follow = false) {
     end.ended_ns = now_ns();
     std::lock_guard lock(mutex_);
@@ -205,10 +205,10 @@ class CompletionQueue {
     if (!more_follow) wake_once();
   }
   // Wake the caller for completions, unless `more_follow` and the oldest is very recent.
-  void tell(bool more_follow) {
+  void notify(bool more_follow) {
     std::lock_guard lock(mutex_);
-    if (told_ || waiting_.empty()) return;
-    if (!more_follow || now_ns() - waiting_.front().ended_ns >= kUntoldNs) wake_once();
+    if (signalled_ || waiting_.empty()) return;
+    if (!more_follow || now_ns() - waiting_.front().ended_ns >= kQuietNsMax) wake_once();
   }
   // Wake the caller for something other than completions.
   void wake() { eventfd_write(fd_, 1); }
@@ -227,21 +227,21 @@ class CompletionQueue {
     std::lock_guard lock(mutex_);
     eventfd_t ignored;
     eventfd_read(fd_, &ignored);  // even if nothing is waiting: `wake` may have set it
-    told_ = false;
+    signalled_ = false;
     return std::exchange(waiting_, {});
   }
 
  private:
   // The time needed to check about 6 MiB. A caller that drives many reads can wait that long.
-  static constexpr int64_t kUntoldNs = 250'000;
+  static constexpr int64_t kQuietNsMax = 250'000;
 
   void wake_once() {
-    if (!std::exchange(told_, true)) wake();
+    if (!std::exchange(signalled_, true)) wake();
   }
 
   int fd_;
   std::mutex mutex_;
-  bool told_ = false;  // the caller has been woken since the last `take`
+  bool signalled_ = false;  // the caller has been woken since the last `take`
   std::vector<LaneEnd> waiting_;
   std::vector<uint64_t> landed_;
 };

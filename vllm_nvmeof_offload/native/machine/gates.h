@@ -39,7 +39,7 @@ class SlotGates {
   // End the fill and release its buffer. A failed fill leaves the slot empty. crc: the payload's
   // CRC if the fill computed it, or -1. Later readers get it as `Task::payload_crc`.
   void filled(int32_t slot, bool ok, Grants& grants, int64_t crc = -1);
-  // Give up a failed fill whose buffer the kernel still holds, perhaps for ever. Its readers become
+  // Give up a failed fill whose buffer the kernel still holds, perhaps forever. Its readers become
   // stale at once; `filled` must still follow.
   void abandon(int32_t slot, Grants& grants);
   // End the fill. Its task continues as a reader.

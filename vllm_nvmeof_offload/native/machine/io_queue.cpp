@@ -326,7 +326,7 @@ LaneOp IoQueue::describe(const Task& task, uint64_t token) const {
 
 // A superblock waits for its target's earlier writes, and later writes wait for the superblock.
 // Otherwise a chunk written before the reset could pass for one written after it. A write past its
-// deadline is not awaited, because it may hang for ever. Whenever it reaches the disk, the epoch of
+// deadline is not awaited, because it may hang forever. Whenever it reaches the disk, the epoch of
 // its hand-over prevents its adoption.
 bool IoQueue::reset_may_start(const Target& target) const {
   if (target.resets.empty() || target.resetting) return false;

@@ -30,7 +30,7 @@ class StreamSlots {
   void withdraw(Task& task);
   // Free the task's slot, which no engine uses any longer.
   void give_back(Task& task);
-  // Record that the kernel holds the task's slot past the task's deadline, perhaps for ever.
+  // Record that the kernel holds the task's slot past the task's deadline, perhaps forever.
   void mark_hung(Task& task);
   // Remove the tasks that could only get slots that the kernel may never return.
   std::vector<Task*> take_unservable();

@@ -88,7 +88,7 @@ OwnerRecord ForeignTable::owner(uint32_t number) const {
       copy[k] = shared(words[k]).load(std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_acquire);
     if (copy[0] % 2 == 0 && copy[0] == shared(words[0]).load(std::memory_order_relaxed)) break;
-    // A writer that was killed during a change leaves an odd count for ever.
+    // A writer that was killed during a change leaves an odd count forever.
     if (copy[0] % 2 != 0) return {};
   }
   OwnerRecord record;
