@@ -318,11 +318,6 @@ class OpReports(_Message):
     ops: bytes
     seconds: bytes
 
-    def each(self) -> Iterator[OpReport]:
-        """Return the same reports, one per op."""
-        columns = zip(*self.columns(), strict=True)
-        return (OpReport(op, seconds=seconds) for op, seconds in columns)
-
     def columns(self) -> tuple[list[int], list[float]]:
         """Return the ops and the seconds of each op."""
         ops, seconds = np.frombuffer(self.ops, np.uint64), np.frombuffer(self.seconds, np.float32)
@@ -379,7 +374,8 @@ def unpacked(reports: Iterable[Report]) -> Iterator[Report]:
     """Yield the same reports, with one report per op."""
     for report in reports:
         if isinstance(report, OpReports):
-            yield from report.each()
+            columns = zip(*report.columns(), strict=True)
+            yield from (OpReport(op, seconds=seconds) for op, seconds in columns)
         else:
             yield report
 
