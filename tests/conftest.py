@@ -27,7 +27,7 @@ TOGETHER = {
     "tests/e2e/test_faults.py": "server with faults",
     "tests/e2e/test_monitoring.py": "server with faults",
     "tests/unit/adapter/test_self_test.py": "imported vLLM",
-    "tests/unit/pipeline/test_exit.py": "imported vLLM",
+    "tests/unit/pipeline/test_runner.py": "imported vLLM",
     "tests/unit/adapter/test_supported.py": "imported vLLM",
     "tests/unit/test_security.py": "imported vLLM",
 }

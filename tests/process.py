@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This process's resources: descriptors with high numbers, listening ports, and locked
-memory."""
+"""Waiting for other processes, and this one's resources: descriptors with high numbers, listening
+ports, and locked memory."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import resource
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -57,3 +59,11 @@ needs_locked_memory = pytest.mark.skipif(
     os.geteuid() != 0 and _IS_BOUND,
     reason="this user's locked memory is limited: ulimit -l unlimited, or run as root",
 )
+
+
+def wait_until(what: str, condition: Callable[[], bool], limit_s: float = 120.0) -> None:
+    """Poll `condition`, leaving the processor to those it waits for."""
+    deadline, never = time.monotonic() + limit_s, threading.Event()
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come within {limit_s:.0f} s"
+        never.wait(0.02)

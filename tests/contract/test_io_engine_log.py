@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.logs import Kind, LogRecord, decode_page
-from tests.wait import wait_until
+from tests.process import wait_until
 from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.pool.format import FLAG_SINGLE_COPY, decode_table
 from vllm_nvmeof_offload.pool.log import RECORDS_PER_PAGE, LogHead

@@ -22,8 +22,8 @@ import numpy as np
 import pytest
 
 from tests.chunks import Reported, batch_of, place_in, rows_of
+from tests.process import wait_until
 from tests.unit.pool.kit import make_spec
-from tests.wait import wait_until
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import (

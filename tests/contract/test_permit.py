@@ -14,7 +14,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from tests.wait import wait_until
+from tests.process import wait_until
 from vllm_nvmeof_offload.errors import CANCELLED, OK, Outcome, io_error
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,

@@ -159,7 +159,7 @@ def _beside(llm: Any) -> list[dict[str, Any]]:
 def _died(llm: Any) -> str:
     """The name of the exception that the next request raises after the engine's processes ended."""
     from tests.e2e import servers as rig
-    from tests.wait import wait_until
+    from tests.process import wait_until
 
     def gone() -> bool:
         titles = rig.group(os.getpgrp()).values()

@@ -34,7 +34,7 @@ from vllm_nvmeof_bench.servers.server import (
     split_extra,
 )
 
-from tests.wait import wait_until
+from tests.process import wait_until
 from vllm_nvmeof_offload.units import GIB, KIB, slot_stride_bytes
 
 BUILD = Path(__file__).resolve().parents[2] / "build"

@@ -22,7 +22,7 @@ from vllm_nvmeof_bench.servers.server import Server
 
 from tests.e2e import servers as rig
 from tests.e2e.servers import HITS, LOADED
-from tests.wait import wait_until
+from tests.process import wait_until
 
 MANY = (
     *("--api-server-count", "2", "--distributed-executor-backend", "mp"),

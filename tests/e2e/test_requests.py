@@ -24,7 +24,7 @@ from vllm_nvmeof_bench.servers.server import MODEL_NAME, Server
 
 from tests.e2e import servers as rig
 from tests.e2e.servers import LOADED
-from tests.wait import wait_until
+from tests.process import wait_until
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
 HINTS = "vllm:nvmeof_kv_hints_total"

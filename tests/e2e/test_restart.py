@@ -30,8 +30,8 @@ from vllm_nvmeof_bench.servers.server import (
 
 from tests.e2e import servers as rig
 from tests.e2e.router import CPU, STORAGE, Router
+from tests.process import wait_until
 from tests.small_disk import tmpfs
-from tests.wait import wait_until
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.metrics import PREFIX
 

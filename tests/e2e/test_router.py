@@ -18,7 +18,7 @@ from vllm_nvmeof_bench.servers.server import ReservedPort, Server
 
 from tests.e2e import servers as rig
 from tests.e2e.servers import LOADED
-from tests.wait import wait_until
+from tests.process import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The router of the package index that this test was seen to pass with.

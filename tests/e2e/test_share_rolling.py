@@ -25,7 +25,7 @@ from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
 from tests.e2e import servers as rig
 from tests.e2e.servers import FAILED, LOADED, plain_answers
-from tests.wait import wait_until
+from tests.process import wait_until
 from vllm_nvmeof_offload.errors import OffloadError
 
 SERVERS = 3

@@ -19,7 +19,7 @@ from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 
 from tests.e2e import servers as rig
 from tests.e2e.servers import BORROWED, FAILED, LOADED, REFUSED, knows, written
-from tests.wait import wait_until
+from tests.process import wait_until
 
 NAME_WEIGHTS = "nvmeof_weights_version"
 NEW_MODEL = make_model(rig.BUILD / "models", rig.NEW_SHAPE)

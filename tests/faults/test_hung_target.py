@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.process import wait_until
 from tests.unit.follow.kit import KEYSPACE, OURS, open_engine, row
 from tests.unit.follow.test_follower import followers_of
 from tests.unit.pool.kit import name as pool_name
 from tests.unit.pool.kit import put
 from tests.unit.pool.test_pool_lock import Held
-from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import DEADLINE, OK
 from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.native import ForeignReader

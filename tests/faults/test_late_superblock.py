@@ -22,9 +22,9 @@ from typing import Any
 
 import pytest
 
+from tests.process import wait_until
 from tests.unit.follow.kit import COMPLETE, Following, row
 from tests.unit.pool.kit import OTHER_TAG, PAYLOAD_BYTES, TAG, name
-from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import OK, STALE, Outcome
 from vllm_nvmeof_offload.io.base import ForeignSlab
 from vllm_nvmeof_offload.pool.format import (

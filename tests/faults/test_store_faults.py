@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests import slots
-from tests.resets import reset
+from tests.owners import reset
 from tests.slots import write_slot
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE, Outcome, io_error
 from vllm_nvmeof_offload.pool import format as pool_format

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.elsewhere import page_elsewhere, put_page
+from tests.owners import page_elsewhere, put_page
 from tests.small_disk import tmpfs
 from vllm_nvmeof_offload.errors import DEADLINE, OK, Outcome, io_error
 from vllm_nvmeof_offload.pool.format import read_superblock

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.process import wait_until
 from tests.unit.adapter.test_deployment import _config
-from tests.wait import wait_until
 from vllm_nvmeof_offload.config import WEIGHTS_SEEN
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment, describe, note_weights
 

@@ -17,7 +17,7 @@ import pytest
 import zmq
 
 from tests.contract.rig import Rig
-from tests.wait import wait_until
+from tests.process import wait_until
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.peers import clients

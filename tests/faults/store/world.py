@@ -28,7 +28,7 @@ import numpy as np
 
 from tests import slots
 from tests.chunks import place_in
-from tests.resets import reset
+from tests.owners import reset
 from tests.slots import write_slot
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup, group_id_of

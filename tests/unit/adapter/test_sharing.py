@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.process import wait_until
 from tests.unit.manager.bench import TAG, hello
 from tests.unit.pool.kit import KEYSPACE, STORED, write_pool
-from tests.wait import wait_until
 from vllm_nvmeof_offload.fabric.topology import TargetFabric, discover
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.protocol import RankHello

@@ -17,8 +17,8 @@ import torch
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, TransferResult
 
 from tests.chunks import rows_of
+from tests.process import wait_until
 from tests.unit.adapter.stand_ins import DevicePointers, pointing, resolved
-from tests.wait import wait_until
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import OK, STALE, EngineError, IntegrationError

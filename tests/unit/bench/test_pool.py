@@ -30,8 +30,8 @@ from vllm_nvmeof_bench.pool import (
 from vllm_nvmeof_bench.reports.pool import ARMS, CASES, KINDS, Sample, goals
 from vllm_nvmeof_bench.results import BenchError, Goal, median_of, missed, percentile
 
+from tests.process import wait_until
 from tests.unit.bench.made_up import ROUNDS, everything, rounds
-from tests.wait import wait_until
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
 BLOCKS = (64 * KIB, 512 * KIB, 2 * MIB)

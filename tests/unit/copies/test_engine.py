@@ -14,9 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.process import wait_until
 from tests.unit.copies.fake_cuda import MODEL_STREAM, WAITING_CALLS, FakeCuda, Work
 from tests.unit.copies.rig import BLOCKS, Rig, Signals
-from tests.wait import wait_until
 from vllm_nvmeof_offload.copy import cuda as dma
 from vllm_nvmeof_offload.copy.base import DESCRIPTORS_MAX, Backend, Direction
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY

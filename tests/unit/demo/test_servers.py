@@ -29,7 +29,7 @@ from vllm_nvmeof_bench.servers.server import (
 
 from tests.e2e.servers import llm_options
 from tests.e2e.shapes.rig import Plan
-from tests.wait import wait_until
+from tests.process import wait_until
 
 #: Answers /health; a child of it ignores SIGTERM, as a stuck worker would.
 _SCRIPT = """

@@ -14,8 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.contract.rig import ENGINES
-from tests.process import numbers_from
-from tests.wait import wait_until
+from tests.process import numbers_from, wait_until
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, OK, Outcome, io_error
 from vllm_nvmeof_offload.pool.lease import boot_ns

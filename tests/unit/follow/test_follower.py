@@ -15,9 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.process import wait_until
 from tests.unit.follow.kit import COMPLETE, DEAD, KEYSPACE, NONE, OURS, row
 from tests.unit.pool.kit import name, put
-from tests.wait import wait_until
 from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.native import ForeignReader
 from vllm_nvmeof_offload.pool.pool import Pool
@@ -109,7 +109,7 @@ SERVER = """
 import os, sys
 from pathlib import Path
 from tests.unit.follow.kit import COMPLETE, KEYSPACE, OURS
-from tests.wait import wait_until
+from tests.process import wait_until
 from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.native import ForeignReader
 fd = os.memfd_create("foreign", os.MFD_CLOEXEC)

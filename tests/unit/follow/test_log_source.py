@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 
 from tests.logs import Log
-from tests.resets import reset
+from tests.owners import reset
+from tests.process import wait_until
 from tests.unit.follow.kit import COMPLETE, DEAD, NONE, Following, row, stop_clock_of
 from tests.unit.pool.kit import SLOT_BYTES, TAG, name, put
-from tests.wait import wait_until
 from vllm_nvmeof_offload.follow import follower
 from vllm_nvmeof_offload.follow.follower import RESCAN_S, SYNCED_S
 from vllm_nvmeof_offload.native import ForeignReader, ForeignRegion, ForeignWriter

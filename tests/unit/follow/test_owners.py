@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.resets import reset
+from tests.owners import reset
 from tests.slots import write_slot
 from tests.unit.follow.kit import (
     COMPLETE,

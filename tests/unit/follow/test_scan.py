@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.resets import reset
+from tests.owners import reset
 from tests.slots import table_at
 from tests.unit.follow.kit import (
     COMPLETE,

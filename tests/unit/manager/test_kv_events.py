@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.base import (
 )
 
 from tests.e2e.router import Router
-from tests.wait import wait_until
+from tests.process import wait_until
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig

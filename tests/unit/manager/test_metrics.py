@@ -23,8 +23,7 @@ from vllm_nvmeof_bench.servers.server import ReservedPort
 
 import vllm_nvmeof_offload
 from tests.exporter import Exporter as MetricsServer
-from tests.process import listening
-from tests.wait import wait_until
+from tests.process import listening, wait_until
 from vllm_nvmeof_offload import LOGGER_NAME, exporter
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.config import METRICS_ADDRESS, Replica

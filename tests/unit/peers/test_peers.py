@@ -19,9 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm_nvmeof_bench.servers.server import ReservedPort
 
-from tests.process import listening
+from tests.process import listening, wait_until
 from tests.unit.commands.test_doctor import Idle
-from tests.wait import wait_until
 from vllm_nvmeof_offload.commands.doctor.peers import ask
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import (

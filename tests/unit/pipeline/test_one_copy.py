@@ -21,6 +21,7 @@ import pytest
 from crc32c import crc32c
 
 from tests.chunks import cache_slot
+from tests.process import wait_until
 from tests.unit.pipeline.set_rank import (
     CACHE_SLOTS,
     CHUNK_BYTES,
@@ -30,7 +31,6 @@ from tests.unit.pipeline.set_rank import (
     Rank,
     serve,
 )
-from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import OutcomeKind
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,

@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 from vllm.v1.kv_offload.base import GPULoadStoreSpec
 
-from tests.wait import wait_until
+from tests.process import wait_until
+from tests.unit.imported_vllm import ImportedVllm
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.errors import EngineError
 from vllm_nvmeof_offload.groups import Group, GroupKind
@@ -217,3 +218,26 @@ def test_only_short_loads_from_the_cpu_tier_are_started_by_the_model_s_thread() 
     assert _how(is_store=False, chunks=129) == ["hand over"], "too many pieces"
     assert _how(is_store=True, chunks=1) == ["hand over"], "its fence has not passed"
     assert _how(is_store=False, chunks=3, place=place_of(1, 5)) == ["hand over"], "it reads"
+
+
+_STATUS = 7
+_CHUNKS = 65_536  # they keep the thread busy for 20 ms
+_EXITING = f"""
+import time
+from vllm_nvmeof_bench.hotpath import chunks
+
+def leave(seconds):
+    raise SystemExit({_STATUS})
+
+one = chunks.Worker({_CHUNKS})
+time.sleep = leave  # `measure` has handed over everything and waits
+keys = chunks.random_keys([1], {_CHUNKS})
+one.measure(chunks.Recorder("ours", {_CHUNKS}, 0), chunks.batches_of(keys, {_CHUNKS}))
+"""
+
+
+def test_a_process_can_end_while_transfers_run(imported_vllm: ImportedVllm) -> None:
+    """An uncaught exception may end it. A real pipeline in a child; its engines answer at once."""
+    child = imported_vllm.run(["-c", _EXITING])
+    assert child.returncode == _STATUS, child.stderr
+    assert "terminate called" not in child.stderr

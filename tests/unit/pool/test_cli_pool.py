@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from tests.elsewhere import living_elsewhere
-from tests.wait import wait_until
+from tests.owners import living_elsewhere
+from tests.process import wait_until
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.commands.doctor.host import check_regions
 from vllm_nvmeof_offload.commands.exit_codes import FAILED

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.resets import reset
+from tests.owners import reset
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool.folder import Folder, open_private
 from vllm_nvmeof_offload.pool.format import Keyspace, read_superblock

@@ -28,7 +28,7 @@ from typing import Any
 import pytest
 
 from tests.logs import Log
-from tests.wait import wait_until
+from tests.process import wait_until
 from vllm_nvmeof_offload.commands.pool import offline
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool import lease as leases
@@ -486,7 +486,7 @@ SERVER = """
 import sys
 from pathlib import Path
 from tests.unit.pool.kit import make_spec
-from tests.wait import wait_until
+from tests.process import wait_until
 from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.pool import Pool
 pool = Pool.open(make_spec(Path(sys.argv[1]), leasing=Leasing("other", 10.0, 0.01)))

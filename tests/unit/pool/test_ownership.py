@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from tests.elsewhere import living_elsewhere, page_elsewhere, put_page
-from tests.wait import wait_until
+from tests.owners import living_elsewhere, page_elsewhere, put_page
+from tests.process import wait_until
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.commands.pool.offline import remove
 from vllm_nvmeof_offload.config import parse_config, resolve_pool_bytes

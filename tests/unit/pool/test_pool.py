@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 from crc32c import crc32c
 
-from tests.resets import Superblocks, reset
+from tests.owners import Superblocks, reset
+from tests.process import wait_until
 from tests.slots import read_slot, table_at, write_slot
-from tests.wait import wait_until
 from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE, PoolError, PoolLockedError, io_error
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.limits import space_bytes

@@ -19,9 +19,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.elsewhere import living_elsewhere, page_elsewhere, put_page
-from tests.process import numbers_from
-from tests.wait import wait_until
+from tests.owners import living_elsewhere, page_elsewhere, put_page
+from tests.process import numbers_from, wait_until
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.child import Companion
 from vllm_nvmeof_offload.errors import PoolLockedError

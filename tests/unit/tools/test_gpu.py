@@ -19,10 +19,10 @@ import pytest
 
 from tests.e2e.test_wheel import build_wheel
 from tests.fabric.rig.packages import locked
+from tests.process import wait_until
 from tests.unit.tools.gpu_tools import ROOT, tool
 from tests.unit.tools.test_gpu_smoke import CODE, fat_binary
 from tests.upstream.releases import ReleaseUnavailableError, ask_index, opened
-from tests.wait import wait_until
 
 gpu = tool("gpu")
 #: Runs one stage in a separate process, because the remains of a stage are killed.

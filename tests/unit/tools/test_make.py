@@ -17,8 +17,8 @@ from tests import gate
 from tests.contract.rig import ENGINES
 from tests.fabric.scenarios import BOOTS
 from tests.kill_matrix import changes
+from tests.process import wait_until
 from tests.sim.mutants import MUTANTS
-from tests.wait import wait_until
 
 ROOT = Path(__file__).parents[3]
 SUITES = {

@@ -1,16 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Resets a pool without an engine, as the machine does for a `ResetCommand`."""
+"""Actors on a pool without an engine: an owner on another host, and a reset like the machine's.
+
+`living_elsewhere` renews a page in a lease file while its owner lives. `reset` does what the
+machine does for a `ResetCommand`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.pool.format import Stamp
+from vllm_nvmeof_offload.pool.lease import LeasePage, PageFile
 from vllm_nvmeof_offload.pool.pool import Pool
 
+BEAT_S = 0.05
 _WAIT_S = 120.0
+
+
+def put_page(path: Path, page: LeasePage) -> None:
+    """In place, as it does: nobody sees a file that names no owner."""
+    path.touch(0o600)
+    PageFile(path).write(page.encode())
+
+
+def page_elsewhere(beat: int = 0, **changes: object) -> LeasePage:
+    shape = {"in_group": False, "boot": b"another kernel's"} | changes
+    return LeasePage(b"its own sixteen.", 3, beat, 50, 0, "elsewhere", 4711, "", **shape)  # type: ignore[arg-type]
+
+
+@contextlib.contextmanager
+def living_elsewhere(path: Path) -> Iterator[None]:
+    """Let it live until the block ends. path: of the lease."""
+    ended = threading.Event()
+    put_page(path, page_elsewhere())
+
+    def beat() -> None:
+        for number in itertools.count(1):
+            if ended.wait(BEAT_S):
+                return
+            put_page(path, page_elsewhere(number))
+
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class Reset(NamedTuple):
