@@ -502,7 +502,6 @@ void bind_state(nb::class_<Tiers>& type) {
       .def_prop_ro("moved_bytes", [](const Tiers& tiers) { return tiers.moved_bytes; })
       .def_prop_ro("writes_intended", &Tiers::writes_intended)
       .def_prop_ro("fetches_intended", &Tiers::fetches_intended)
-      .def_prop_ro("evictable_cache_slots", &Tiers::evictable)
       .def_prop_ro("cache_slots", [](const Tiers& tiers) { return tiers.cache.capacity(); })
       .def_prop_ro("cache_taken", [](const Tiers& tiers) { return tiers.cache.taken(); })
       .def_prop_ro("cache_orphans", [](const Tiers& tiers) { return tiers.cache.orphans; })
