@@ -50,12 +50,11 @@ from vllm_nvmeof_offload.vllm_adapter.scheduler_view import SchedulerView, key_b
 from vllm_nvmeof_offload.vllm_adapter.sharing import ShareSettings
 from vllm_nvmeof_offload.vllm_adapter.supported import count_nodes, refuse_unsupported, replica_of
 from vllm_nvmeof_offload.vllm_adapter.tracing import trace_loads
-from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker, worker_class
+from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 
 __all__ = [
     "NVMeoFOffloadingConnector",
     "OffloadingStats",
-    "worker_class",
 ]
 
 

@@ -36,7 +36,7 @@ from vllm_nvmeof_offload.vllm_adapter.groups import (
     resumes_at_any_block,
 )
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
-from vllm_nvmeof_offload.vllm_adapter.worker import make_worker
+from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankIdentity, build_worker
 
 __all__ = ["NVMeoFOffloadingSpec"]
@@ -124,4 +124,4 @@ class NVMeoFOffloadingSpec(OffloadingSpec):
         )
         parts, self.hello = build_worker(self.settings, geometry, place, self.layers.device)
         reports_blocks = resumes_at_any_block(self.layers.config)
-        return make_worker(parts, kv_caches, reports_blocks=reports_blocks)
+        return NVMeoFOffloadingWorker(parts, reports_blocks=reports_blocks)

@@ -112,7 +112,7 @@ def _differences(connector: Any) -> Iterator[str]:
     for cls in (
         connector.NVMeoFOffloadingConnector,
         connector.NVMeoFOffloadingManager,
-        connector.worker_class(),
+        connector.NVMeoFOffloadingWorker,
         connector.NVMeoFOffloadingSpec,
     ):
         base = next(one for one in cls.__mro__ if _is_vllms(one.__module__))
@@ -194,27 +194,6 @@ def _only(name: str, *needs: str) -> Capability:
     return Capability(name, {"yes": needs})
 
 
-#: The worker gets GPU block ids or, as in vLLM's pull request 56076, addresses of blocks' pages.
-BLOCK_IDS, POINTERS = "block ids", "device pointers"
-DEVICE_BLOCKS = Capability(
-    "GPU blocks of a transfer",
-    {
-        BLOCK_IDS: (
-            f"{_BASE}:OffloadingWorker.submit_store(job_id, src_spec, dst_spec)",
-            f"{_BASE}:OffloadingWorker.submit_load(job_id, src_spec, dst_spec)",
-            f"{_BASE}:GPULoadStoreSpec has block_ids group_sizes block_indices",
-        ),
-        POINTERS: (
-            f"{_BASE}:OffloadingWorker.submit_store(job_id, device_ptrs, dst_spec)",
-            f"{_BASE}:OffloadingWorker.submit_load(job_id, src_spec, device_ptrs)",
-            f"{_BASE}:DevicePointers has ptrs group_block_counts group_data_ref_counts",
-            f"{_BASE}:DevicePointers has block_indices",
-            f"{_BASE}:CanonicalKVCaches has tensors group_data_refs",
-            f"{_BASE}:CanonicalKVCacheTensor has tensor",
-            f"{_BASE}:CanonicalKVCacheRef has tensor_idx",
-        ),
-    },
-)
 #: The enumeration in which vLLM expects the tier of a load's tokens.
 HIT_SOURCES = _only("sources of loaded tokens", "vllm.v1.metrics.cache_hit_source:CacheHitSource")
 _WINDOW_CHUNKS = "get_sliding_window_size_in_chunks(kv_cache_spec, tokens_per_chunk)"
@@ -237,7 +216,12 @@ CONFIGURATION = _only(
 )
 #: The capabilities without which vLLM is refused.
 REQUIRED = (
-    DEVICE_BLOCKS,
+    _only(
+        "GPU blocks of a transfer",
+        f"{_BASE}:OffloadingWorker.submit_store(job_id, src_spec, dst_spec)",
+        f"{_BASE}:OffloadingWorker.submit_load(job_id, src_spec, dst_spec)",
+        f"{_BASE}:GPULoadStoreSpec has block_ids group_sizes block_indices",
+    ),
     _only(
         "failed loads",
         f"{_CONNECTOR}:KVConnectorBase_V1.get_transfer_results(finished_req_ids)",

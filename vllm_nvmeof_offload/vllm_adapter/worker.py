@@ -27,10 +27,9 @@ from vllm.v1.kv_offload.base import (
 )
 
 from vllm_nvmeof_offload.copy.geometry import JobBlocks
-from vllm_nvmeof_offload.errors import IntegrationError, OutcomeKind
+from vllm_nvmeof_offload.errors import OutcomeKind
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, ResetCommand, StoreCommand
-from vllm_nvmeof_offload.vllm_adapter import vllm_release
 from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import Transfer, TransferPipeline
@@ -52,7 +51,7 @@ def _columns(spec: GPULoadStoreSpec) -> BlockColumns:
 
 
 class NVMeoFOffloadingWorker(OffloadingWorker):
-    """One rank's transfers, for a vLLM that names GPU blocks by their ids.
+    """One rank's transfers.
 
     `reports_blocks`: a failed load is reported by the GPU blocks that it did not fill, not by its
     request (see `resumes_at_any_block`).
@@ -82,7 +81,8 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
     def submit_store(
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_: Any
     ) -> bool:
-        self._store(job_id, dst_spec, _columns(src_spec))
+        assert isinstance(dst_spec, CommandSpec) and isinstance(dst_spec.command, StoreCommand)
+        self._submit(job_id, dst_spec.command, _columns(src_spec))
         return True
 
     def submit_load(
@@ -93,7 +93,12 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         expedited: bool = False,
         **_: Any,
     ) -> bool:
-        self._load(job_id, src_spec, _columns(dst_spec), expedited=expedited)
+        # An expedited load's request runs in this step, before a failure can be reported.
+        assert not expedited, "parse_config accepts no sync_load_budget_bytes"
+        assert isinstance(src_spec, CommandSpec) and isinstance(src_spec.command, LoadCommand)
+        blocks = _columns(dst_spec)
+        self._loads[src_spec.command.op] = src_spec.command, blocks
+        self._submit(job_id, src_spec.command, blocks)
         return True
 
     def get_finished(self) -> list[TransferResult]:
@@ -203,19 +208,6 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
     # -- helpers ----------------------------------------------------------------------
 
-    def _store(self, job_id: int, spec: LoadStoreSpec, blocks: BlockColumns) -> None:
-        assert isinstance(spec, CommandSpec) and isinstance(spec.command, StoreCommand)
-        self._submit(job_id, spec.command, blocks)
-
-    def _load(
-        self, job_id: int, spec: LoadStoreSpec, blocks: BlockColumns, *, expedited: bool
-    ) -> None:
-        # An expedited load's request runs in this step, before a failure can be reported.
-        assert not expedited, "parse_config accepts no sync_load_budget_bytes"
-        assert isinstance(spec, CommandSpec) and isinstance(spec.command, LoadCommand)
-        self._loads[spec.command.op] = spec.command, blocks
-        self._submit(job_id, spec.command, blocks)
-
     def _submit(
         self, job_id: int, command: StoreCommand | LoadCommand, blocks: BlockColumns
     ) -> None:
@@ -260,93 +252,3 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         else:
             assert request is not None, "a load without a request has failed"
             self._failed_requests.add(request)
-
-
-# The worker for a vLLM that passes device pointers instead of block ids.
-#
-# With vLLM's pull request 56076, the worker gets arrays of addresses instead of a job's block ids,
-# ordered by group, then by tensor, then by block. Our geometry already knows the tensors and needs
-# ids, so the addresses are converted back. All tensors of a group must give the same ids.
-
-
-class PointersWorker(NVMeoFOffloadingWorker):
-    """One rank's transfers, for a vLLM that names GPU blocks by the addresses of their pages.
-
-    `kv_caches` is vLLM's `CanonicalKVCaches`, from which it makes the addresses.
-    """
-
-    def __init__(self, parts: RankWorker, kv_caches: Any, *, reports_blocks: bool = False) -> None:
-        super().__init__(parts, reports_blocks=reports_blocks)
-        tensors = [one.tensor for one in kv_caches.tensors]  # int8[blocks, bytes]
-        self._rows = [
-            _Rows([tensors[ref.tensor_idx] for ref in refs]) for refs in kv_caches.group_data_refs
-        ]
-
-    def submit_store(  # type: ignore[override]
-        self, job_id: int, device_ptrs: Any, dst_spec: LoadStoreSpec, **_: Any
-    ) -> bool:
-        self._store(job_id, dst_spec, self._columns_at(device_ptrs))
-        return True
-
-    def submit_load(  # type: ignore[override]
-        self,
-        job_id: int,
-        src_spec: LoadStoreSpec,
-        device_ptrs: Any,
-        expedited: bool = False,
-        **_: Any,
-    ) -> bool:
-        self._load(job_id, src_spec, self._columns_at(device_ptrs), expedited=expedited)
-        return True
-
-    def _columns_at(self, device_ptrs: Any) -> BlockColumns:
-        """Return the blocks of vLLM's `DevicePointers`."""
-        sizes, refs = device_ptrs.group_block_counts, device_ptrs.group_data_ref_counts
-        if [*refs] != [one.count for one in self._rows]:
-            raise IntegrationError(f"vLLM's device pointers name {refs} tensors per group")
-        ids, at = [], 0
-        for rows, size in zip(self._rows, sizes, strict=True):
-            ids.append(rows.ids_of(device_ptrs.ptrs[at : at + rows.count * size], size))
-            at += rows.count * size
-        if at != len(device_ptrs.ptrs):
-            raise IntegrationError(
-                f"{len(device_ptrs.ptrs)} device pointers, but the groups have {at}"
-            )
-        return BlockColumns(np.concatenate(ids), sizes, device_ptrs.block_indices)
-
-
-class _Rows:
-    """The start addresses and strides of a group's tensors, whose rows are blocks."""
-
-    def __init__(self, tensors: Sequence[Any]) -> None:
-        self.count = len(tensors)
-        self._blocks = min((one.shape[0] for one in tensors), default=0)
-        self._starts = np.array([one.data_ptr() for one in tensors], np.uint64)[:, None]
-        self._strides = np.array([one.stride(0) for one in tensors], np.uint64)[:, None]
-
-    def ids_of(self, pointers: npt.NDArray[np.uint64], blocks: int) -> npt.NDArray[np.int32]:
-        """Return the ids of `blocks` blocks. `pointers` is uint64[tensors × blocks], tensor by
-        tensor. A pipeline stage without a layer of the group has no addresses: the ids are then 0,
-        and nothing is copied."""
-        if not self.count:
-            return np.zeros(blocks, np.int32)
-        table = pointers.reshape(self.count, blocks)
-        ids = (table[:1] - self._starts[:1]) // self._strides[:1]
-        if (self._starts + ids * self._strides != table).any() or (ids >= self._blocks).any():
-            raise IntegrationError("vLLM's device pointers do not point to blocks of its KV cache")
-        return np.asarray(ids[0], np.int32)
-
-
-def worker_class() -> type[NVMeoFOffloadingWorker]:
-    """Return the worker class that fits this vLLM."""
-    pointers = vllm_release.DEVICE_BLOCKS.form == vllm_release.POINTERS
-    return PointersWorker if pointers else NVMeoFOffloadingWorker
-
-
-def make_worker(
-    parts: RankWorker, kv_caches: Any, *, reports_blocks: bool
-) -> NVMeoFOffloadingWorker:
-    """Return a worker that fits this vLLM. `kv_caches` is vLLM's `CanonicalKVCaches`."""
-    if vllm_release.DEVICE_BLOCKS.form == vllm_release.POINTERS:
-        return PointersWorker(parts, kv_caches, reports_blocks=reports_blocks)
-    return NVMeoFOffloadingWorker(parts, reports_blocks=reports_blocks)

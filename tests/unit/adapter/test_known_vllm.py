@@ -193,7 +193,6 @@ def test_the_first_form_that_fits_is_taken_and_else_the_closest_one_is_named() -
 
 def test_the_imported_vllm_has_every_indispensable_capability() -> None:
     assert list(vllm_release.missing()) == []
-    assert vllm_release.DEVICE_BLOCKS.form == vllm_release.BLOCK_IDS
     assert len({one.name for one in vllm_release.REQUIRED}) == len(vllm_release.REQUIRED)
 
 

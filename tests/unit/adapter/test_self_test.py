@@ -28,7 +28,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, imported_vllm: ImportedVllm)
 
 
 def test_an_unknown_vllm_that_works_passes_with_one_loud_line(found: dict[str, Any]) -> None:
-    for case in ("whole", "again", "settings", "device_pointers"):
+    for case in ("whole", "again", "settings"):
         assert found[case]["error"] == ""
         (line,) = found[case]["log"]
         assert line.startswith("THIS VLLM (0.") and "IS UNKNOWN" in line
@@ -44,7 +44,6 @@ def test_an_unknown_vllm_that_works_passes_with_one_loud_line(found: dict[str, A
         ("failures_ignored", "64 of 64 tokens of a request have wrong KV"),
         ("no_reset", "a request after a reset: tokens by source were {'cpu': 64,"),
         ("new_call", "(TypeError: "),
-        ("pointers_exchanged", "32 of 64 tokens of a request have wrong KV"),
     ],
 )
 def test_a_stand_in_that_works_otherwise_is_refused(
