@@ -211,10 +211,14 @@ class LoadCommand(NamedTuple):
 
 
 class WriteCommand(NamedTuple):
-    """A write from cache slots to places, followed by a write of the table entries."""
+    """A write from cache slots to places, followed by a write of the table entries.
+
+    `clients` is uint32[n]: by row, `pool.format.client_of` the salt of its key, or 0 if unknown.
+    """
 
     op: int
     batch: ChunkBatch
+    clients: bytes = b""
 
 
 class FetchCommand(NamedTuple):

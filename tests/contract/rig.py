@@ -96,6 +96,7 @@ class Rig:
         payload_bytes: int = PAYLOAD_BYTES,
         payload_crc: int | None = None,
         single_copy: bool = False,
+        client: int = 0,
         owner: int = OURS,
         header_only: bool = False,
     ) -> IoOp:
@@ -113,6 +114,7 @@ class Rig:
             stamp=self.engine.stamp,
             payload_crc=payload_crc,
             single_copy=single_copy,
+            client=client,
             header_only=header_only,
         )
 

@@ -104,20 +104,23 @@ def test_a_completed_write_is_adopted_by_the_next_process(make_rig: MakeRig) -> 
 
 
 @pytest.mark.parametrize("single_copy", [False, True])
-def test_header_and_table_entry_say_that_there_is_one_copy(
+def test_header_and_table_entry_say_whose_the_chunk_is_and_whether_the_only_copy(
     make_rig: MakeRig, single_copy: bool
 ) -> None:
     rig = make_rig()
     rig.fill(0, name(1))
-    rig.run(rig.write(3, 0, name(1), single_copy=single_copy))
+    rig.run(rig.write(3, 0, name(1), single_copy=single_copy, client=0xC11E47 + single_copy))
     rig.zero(0)
     assert rig.run(rig.read(3, 0, name(1)))[0].outcome == OK
     header = parse_header(rig.memory[:HEADER_BYTES])
     assert header is not None and header.single_copy == single_copy
+    assert header.client == 0xC11E47 + single_copy
     path, offset = rig.pool.directories[0] / TABLE_FILE, 3 * ENTRY_BYTES
     decoded = decode_table(np.fromfile(path, np.uint8, ENTRY_BYTES, offset=offset), np.array([3]))
     assert decoded.valid.all()
     assert decoded.flags.tolist() == [FLAG_SINGLE_COPY if single_copy else 0]
+    assert decoded.clients().tolist() == [header.client]
+    assert header.entry() == path.read_bytes()[offset : offset + ENTRY_BYTES]
 
 
 def test_fileno_is_readable_exactly_when_a_completion_waits(make_rig: MakeRig) -> None:

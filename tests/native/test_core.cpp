@@ -243,7 +243,7 @@ void test_format() {
     CHECK(judge(identity(1, 2), kPayload, place, kTag) == Outcome::CHECKSUM_MISMATCH);
     slot[at] ^= std::byte{4};
   }
-  const auto entry = encode_entry(5, identity(1, 2), 7);
+  const auto entry = encode_entry({{}, 5}, identity(1, 2), 7);
   uint32_t crc;
   std::memcpy(&crc, entry.data(), sizeof crc);
   CHECK(entry_crc(entry.data(), 5) == crc);

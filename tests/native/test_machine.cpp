@@ -469,7 +469,7 @@ class World {
     auto urgency = kind == OpKind::WRITE ? Urgency::WRITE : Urgency::DEMAND;
     if (kind == OpKind::FETCH) urgency = dice_() % 2 ? Urgency::URGENT : Urgency::PREFETCH;
     const bool moves = kind == OpKind::STORE || kind == OpKind::LOAD;
-    machine_.begin(op, kind, urgency, {keys, generations, cache, places, groups},
+    machine_.begin(op, kind, urgency, {keys, generations, cache, places, groups, {}},
                    moves ? Pieces{pieces, first} : Pieces{}, moves ? fence_of(op) : 0);
   }
 
@@ -576,7 +576,7 @@ class World {
       const std::vector<uint8_t> groups{group_of(number)};
       commands_[op] = {OpKind::LOAD, {0}, {0}, false, {{false, slot, -1, number + 1}}};
       machine_.begin(op, OpKind::LOAD, Urgency::DEMAND,
-                     {key_of(one.op), generations, cache, places, groups}, {pieces, first},
+                     {key_of(one.op), generations, cache, places, groups, {}}, {pieces, first},
                      fence_of(op));
       machine_.cancel(cancelled, nullptr);
       return;

@@ -239,7 +239,7 @@ class World {
                          : row.kind == OpKind::FETCH ? Urgency::PREFETCH
                                                      : Urgency::DEMAND;
     machine.begin(op, row.kind, urgency,
-                  {key, {&row.generation, 1}, {&cache, 1}, {&place, 1}, {&group, 1}},
+                  {key, {&row.generation, 1}, {&cache, 1}, {&place, 1}, {&group, 1}, {}},
                   moves ? Pieces{piece, first} : Pieces{}, moves ? op : 0);
   }
 

@@ -27,6 +27,8 @@ _UNBOUNDED = 1 << 62
 
 PROFILES = ("plain", "plain", "calm", "hangs", "restarts", "pool", "stuck", "demotion", "waiting")
 #: Of these no seed draws one.
+#: The number of the only client, whose salt every request has.
+CLIENT = 7
 CHOSEN_BY_NAME = ("borrowing", "flushes", "leases", "retaining")
 
 

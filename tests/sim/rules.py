@@ -42,7 +42,7 @@ from vllm_nvmeof_offload.protocol import (
     unpacked,
 )
 
-from .base import Clock, Knobs, Tag, Violation
+from .base import CLIENT, Clock, Knobs, Tag, Violation
 from .follower import COMPLETE, DEAD, NONE, SimFollower
 from .owners import is_foreign
 from .rank import SimRank
@@ -128,7 +128,8 @@ class Rules:
         if self._follower is not None:
             self._follower.between()  # the keys may be gone by now
         ours = self._entries()
-        command = self._core.prepare_load(keys, limit_s, tokens=tokens, ends=ends)
+        more = {"tokens": tokens, "ends": ends, "client": CLIENT}
+        command = self._core.prepare_load(keys, limit_s, **more)
         op = self._sent("load", command.op, command.batch)
         if self._foreign is not None:
             self._foreign.planned(op, ours)
@@ -173,7 +174,7 @@ class Rules:
         self._policies.see(set(keys).difference(again))
         known = self._entries()
         new = self._policies.due([key for key in dict.fromkeys(keys) if key not in known])
-        plan = self._core.prepare_store(keys, ends, provisional, again=again)
+        plan = self._core.prepare_store(keys, ends, provisional, again=again, client=CLIENT)
         if provisional is not None:  # a request for which a provisional chunk lasts keeps it
             self._kept(key for key, one in zip(keys, provisional.tolist(), strict=True) if not one)
         if plan is None:

@@ -36,7 +36,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
-from .base import BLOCK_BYTES, STAGING_BASE, Clock, Knobs, Memory, Tag, Violation, crc_of
+from .base import BLOCK_BYTES, CLIENT, STAGING_BASE, Clock, Knobs, Memory, Tag, Violation, crc_of
 from .copying import COPY_ERRNO
 from .owners import REGION_ERRNOS, SimOpener
 from .shapes import APART, own, split_cache, spread
@@ -623,6 +623,8 @@ class SimIo:
         if not flight.data_done:
             raise Violation("5", f"{flight}: table entry before the data")
         assert flight.op.stamp is not None
+        if flight.op.client != CLIENT and not self._knobs.owners:
+            raise Violation("salt", f"{flight.op} is not written as the client's")
         entry = flight.op.identity, flight.op.stamp.epoch, flight.op.single_copy
         self.store.put_table(self._number(flight.op), entry)
         self.counts["io_single_copies"] += flight.op.single_copy

@@ -65,6 +65,8 @@ class IoOp:
     payload_crc: int | None = None
     #: WRITE only: no other rank of the set has the chunk; header and table entry record this.
     single_copy: bool = False
+    #: WRITE only: as in `WriteCommand`; header and table entry record it.
+    client: int = 0
     #: Reads only: the copy verifies the payload, so the engine may verify only the header if its
     #: completion reports the CRC that the payload must have.
     header_only: bool = False

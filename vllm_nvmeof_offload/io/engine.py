@@ -177,6 +177,7 @@ class NativeIoEngine:
             stamp.tag,
             _NO_CRC if op.payload_crc is None else op.payload_crc,
             op.single_copy,
+            op.client,
             op.header_only,
         )
 

@@ -279,6 +279,7 @@ class ManagerCore:
         provisional: npt.NDArray[np.bool_] | None = None,
         *,
         again: Collection[bytes] = (),
+        client: int = 0,
     ) -> StorePlan:
         """Plan to store those of `keys` that are new and have reached the store threshold, as many
         as fit, in prefix order. The command's rows are in the order of `keys`.
@@ -286,7 +287,8 @@ class ManagerCore:
         With several groups, `ends` gives the request's tokens up to each chunk's end, and each key
         must appear once. Without `ends`, the keys must be in prefix order. `provisional` states for
         each key whether its chunk must not be written before `keep`; None if there is no such
-        chunk. `again` contains keys that the request has offered before.
+        chunk. `again` contains keys that the request has offered before. `client` is the request's
+        `pool.format.client_of`, which is stored with the chunks; 0 if unknown.
         """
         once = list(dict.fromkeys(keys)) if ends is None and len(keys) > 1 else keys
         in_order, order = self._in_prefix_order(once, ends)
@@ -297,7 +299,7 @@ class ManagerCore:
             )
             wanted = (how if wanted is None else how * wanted).astype(np.uint8)
         batch, absent, refused, self._generation = self._tiers.plan_store(
-            in_order, wanted, self._generation, order
+            in_order, wanted, self._generation, order, client
         )
         stored = len(batch)
         if absent > stored:
@@ -365,16 +367,17 @@ class ManagerCore:
         ends: npt.NDArray[np.int64] | None = None,
         helpers: int | None = None,
         predicted_s: float = 0.0,
+        client: int = 0,
     ) -> LoadCommand:
         """Plan the load of `keys` and pin their chunks. Rows of evicted chunks fail with STALE.
 
         `limit_s` is the time after which the load is cut off, not counting time spent on prompts;
         None for no limit. `tokens` are the request's tokens that the load covers; empty for whole
-        chunks of full attention from the first token. `ends` is as in `prepare_store`, `helpers` as
-        in `LoadCommand`, `predicted_s` as in `Decision`.
+        chunks of full attention from the first token. `ends` and `client` are as in
+        `prepare_store`, `helpers` as in `LoadCommand`, `predicted_s` as in `Decision`.
         """
         in_order, order = self._in_prefix_order(keys, ends)
-        batch = self._tiers.plan_load(in_order, self._land_max, order)
+        batch = self._tiers.plan_load(in_order, self._land_max, order, client)
         op = self._ledger.open(OpKind.LOAD, batch)
         if ends is None:
             tokens = tokens or range(len(keys) * self.config.groups[0].tokens_per_chunk)
@@ -443,7 +446,7 @@ class ManagerCore:
         writes = self._tiers.take_writes()
         if len(writes):
             op = self._ledger.open(OpKind.WRITE, writes)
-            commands.append(WriteCommand(op.number, columns_of(writes)))
+            commands.append(WriteCommand(op.number, columns_of(writes), writes.clients))
         for reason in Reason:
             fetches = self._tiers.take_fetches(reason.value)
             if not len(fetches):

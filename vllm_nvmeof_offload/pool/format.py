@@ -5,7 +5,7 @@ A directory is a *region*, written by one rank on one target. Slots are numbered
 is a 4 KiB header page, then the payload, padded to 4 KiB. Header page, little endian::
 
     0   8s  magic "vNVMeKV\0"      88  u16  number of block CRCs, at most 983
-    8   u16 format version, 2       90  zero
+    8   u16 format version, 2       90  zero, then 92 u32 client
     10  u8  flags                   96  16s  share tag
     11  u8  key length              112 16s  zero, for a MAC
     12  u32 epoch                   128 16s  uuid of the region
@@ -21,17 +21,20 @@ Flags: 4, the header has block CRCs (not written yet); 8, a single copy: no othe
 
 Key and generation are equal on all ranks of an engine. The place (region, rank, slot) proves that
 the bytes belong here: after a misdirected read or write, or in a misplaced file, it differs. The
-share tag identifies the weights that computed the chunk. A group's chunks have one length, which
-the superblock also states. The header's CRC covers the whole page, so any damaged bit is detected.
-Bytes after the payload are not written and have no CRC; an empty payload has the CRC of no bytes.
-The native engine shares the format. A change needs a line in the changelog and a new
-`FORMAT_VERSION`, which is a fact of every keyspace.
+share tag identifies the weights that computed the chunk. The client is a number for the salt in the
+chunk's key (`client_of`), or 0 if unknown, as in chunks of earlier releases; no reader relies on
+it. A group's chunks have one length, which the superblock also states. The header's CRC covers the
+whole page, so any damaged bit is detected. Bytes after the payload are not written and have no CRC;
+an empty payload has the CRC of no bytes. The native engine shares the format. A change needs a line
+in the changelog and, unless earlier releases read the result correctly, a new `FORMAT_VERSION`,
+which is a fact of every keyspace.
 
 The table has one 64-byte entry per slot, little endian; an entry that was never written is zero::
 
     0   u32  CRC-32C of (u32 slot, bytes 4..63)     16  u8   flags (8: as in the header)
     4   u32  epoch                                  17  u8   key length
     8   u64  generation                             18  46s  offload key, zero padded
+                                                    60  u32  client, if the key has at most 42 bytes
 
 The CRC covers the slot number, so a misplaced entry is detected. An entry is a hint: the slot's
 header proves the content (docs/protocol.md, rule 6).
@@ -150,6 +153,13 @@ def share_tag(keyspace: str, weights_version: bytes = b"") -> bytes:
     return hashlib.sha256(keyspace.encode("ascii") + b"\0" + weights_version).digest()[:TAG_BYTES]
 
 
+def client_of(salt: str) -> int:
+    """Return the number of the requests with this `cache_salt`, empty for none: 32 bits of a
+    digest, never 0."""
+    digest = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:4]) or 1
+
+
 @dataclass(frozen=True, slots=True)
 class SlotHeader:
     """The content of an intact header page."""
@@ -160,6 +170,12 @@ class SlotHeader:
     payload_crc: int
     stamp: Stamp
     single_copy: bool = False  # no other rank of the set has the chunk
+    client: int = 0  # 0 if unknown
+
+    def entry(self) -> bytes:
+        """Return the table entry of the slot."""
+        what = self.place.slot, self.identity, self.stamp.epoch
+        return encode_entry(*what, single_copy=self.single_copy, client=self.client)
 
 
 def is_intact_page(page: memoryview, magic: bytes) -> bool:
@@ -174,7 +190,7 @@ def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
     found = core.parse_header(np.frombuffer(page, np.uint8))
     if found is None:
         return None
-    identity, place, payload_bytes, payload_crc, stamp, single_copy = found
+    identity, place, payload_bytes, payload_crc, stamp, single_copy, client = found
     return SlotHeader(
         SlotIdentity(*identity),
         SlotPlace(*place),
@@ -182,6 +198,7 @@ def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
         payload_crc,
         Stamp(*stamp),
         single_copy,
+        client,
     )
 
 
@@ -203,6 +220,7 @@ def verify(
 
 
 ENTRY_BYTES = 64
+_CLIENT_AT = KEY_BYTES_MAX - 4  # in the key's bytes
 
 _ENTRY = np.dtype(
     [
@@ -217,13 +235,13 @@ _ENTRY = np.dtype(
 
 
 def encode_entry(
-    slot: int, identity: SlotIdentity, epoch: int, *, single_copy: bool = False
+    slot: int, identity: SlotIdentity, epoch: int, *, single_copy: bool = False, client: int = 0
 ) -> bytes:
     """Return the 64 bytes of an entry. Raises ValueError if the key does not fit.
 
     `slot` is the slot's number, which the CRC covers.
     """
-    return core.encode_entry(slot, identity.key, identity.generation, epoch, single_copy)
+    return core.encode_entry(slot, identity.key, identity.generation, epoch, single_copy, client)
 
 
 @dataclass(frozen=True)
@@ -242,6 +260,11 @@ class DecodedTable:
     generations: npt.NDArray[np.uint64]
     key_bytes: npt.NDArray[np.uint8]
     keys: npt.NDArray[np.uint8]
+
+    def clients(self) -> npt.NDArray[np.uint32]:
+        """Return uint32[n], the clients of the chunks, or 0 if unknown."""
+        found = np.ascontiguousarray(self.keys[:, _CLIENT_AT:]).view("<u4")[:, 0]
+        return np.where(self.valid & (self.key_bytes <= _CLIENT_AT), found, np.uint32(0))
 
 
 def decode_table(raw: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]) -> DecodedTable:

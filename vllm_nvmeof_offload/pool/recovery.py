@@ -37,7 +37,6 @@ from vllm_nvmeof_offload.pool.format import (
     Stamp,
     Superblock,
     decode_table,
-    encode_entry,
     newest_of,
     parse_header,
     read_superblock,
@@ -213,8 +212,7 @@ def _recover(
                 and header.payload_bytes == superblock.length_of(header.identity.key)
                 and header.place == superblock.place(index)
             ):
-                epoch, single = header.stamp.epoch, header.single_copy
-                entry = encode_entry(index, header.identity, epoch, single_copy=single)
+                entry = header.entry()
                 if header.stamp == newest:
                     rows[index] = np.frombuffer(entry, np.uint8)
             if any(entry) or index < slab.table_slots_found:

@@ -52,7 +52,7 @@ from vllm_nvmeof_offload.manager.telemetry import (
 )
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, Counts, exported
 from vllm_nvmeof_offload.native import LookUps
-from vllm_nvmeof_offload.pool.format import share_tag
+from vllm_nvmeof_offload.pool.format import client_of, share_tag
 from vllm_nvmeof_offload.protocol import (
     ChunkBatch,
     Command,
@@ -104,13 +104,15 @@ def _unpickled(helpers: int | None, op: int, *columns: bytes) -> CommandSpec:
 @dataclass
 class _RequestState:
     """The state of a request. `used` lists the chunks of its jobs; `advice` is from its kv_hints.
-    `loaded` contains its last load's chunks and `ends`, with several groups, the tokens up to the
-    end of each. `refused` chunks found no room; while there are any, `offered` lists all chunks."""
+    `client` is `client_of` its salt. `loaded` contains its last load's chunks and `ends`, with
+    several groups, the tokens up to the end of each. `refused` chunks found no room; while there
+    are any, `offered` lists all chunks."""
 
     used: list[Collection[bytes]]
     refused: set[bytes] = field(default_factory=set, init=False)
     offered: set[bytes] = field(default_factory=set, init=False)
     advice: Advice | None = field(default=None, init=False)
+    client: int = field(default=0, init=False)
     loaded: ChunkBatch | None = field(default=None, init=False)
     ends: npt.NDArray[np.int64] | None = field(default=None, init=False)
 
@@ -196,9 +198,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def prepare_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> LoadStoreSpec:
         attempt = self.waiting.look_ups.attempt(req_context.req_id) if self.waiting else None
         wanted = list(keys)
-        ends = self._ends(wanted, req_context)
+        ends, state = self._ends(wanted, req_context), self._state(req_context)
         if attempt is None:
-            command = self.core.prepare_load(wanted, ends=ends)
+            command = self.core.prepare_load(wanted, ends=ends, client=state.client)
         else:
             tokens = range(attempt.local, attempt.local + attempt.tokens)
             command = self.core.prepare_load(
@@ -208,8 +210,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
                 ends=ends,
                 helpers=attempt.helpers,
                 predicted_s=attempt.predicted_s,
+                client=state.client,
             )
-        state = self._state(req_context)
         state.loaded, state.ends = command.batch, ends
         state.used.append(keys)
         return CommandSpec(command)
@@ -220,15 +222,16 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if req_context.req_id in self.suspension.requests:
             return PrepareStoreOutput([], LoadStoreSpec(), [])
         wanted = list(keys)
-        ends, again = self._ends(wanted, req_context), self._state(req_context).offered
+        ends, state = self._ends(wanted, req_context), self._state(req_context)
         if self._boundaries is None or ends is None:
-            plan = self.core.prepare_store(wanted, ends, again=again)
+            plan = self.core.prepare_store(wanted, ends, again=state.offered, client=state.client)
         else:
             assert self.waiting is not None
             request = self.waiting.request(req_context.req_id)
             offer = self._boundaries.offered(request, wanted, ends)
             wanted = _offload_keys(offer.keys)
-            plan = self.core.prepare_store(wanted, offer.ends, offer.provisional, again=again)
+            what = wanted, offer.ends, offer.provisional
+            plan = self.core.prepare_store(*what, again=state.offered, client=state.client)
             if not plan.refused:
                 self._boundaries.stored(req_context.req_id, offer)
         self._note_refused(plan.refused, wanted, req_context)
@@ -293,6 +296,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         def count_helper(how: str) -> None:
             counters["peer_hints", how] += 1
 
+        salt = getattr(request, "cache_salt", None) or ""
+        self._state(req_context).client = client_of(salt)
         params = getattr(request, "kv_transfer_params", None)
         helpers = helpers_of(params, self.config.peers, count_helper) if params else None
         advice = replace(retention_of(params, request, count), helpers=helpers)

@@ -224,7 +224,8 @@ class TransferPipeline:
         """Execute a command that moves no GPU blocks."""
         match command:
             case WriteCommand():
-                self._begin(command.op, OpKind.WRITE, Urgency.WRITE, command.batch)
+                what = command.op, OpKind.WRITE, Urgency.WRITE, command.batch
+                self._begin(*what, command.clients)
             case FetchCommand():
                 self._begin(command.op, OpKind.FETCH, command.urgency, command.batch)
             case ResetCommand():
@@ -251,9 +252,11 @@ class TransferPipeline:
         self._machine.set_time(self._clock())
         self._machine.cancel(op, rows)
 
-    def _begin(self, op: int, kind: OpKind, urgency: Urgency, batch: ChunkBatch) -> None:
+    def _begin(
+        self, op: int, kind: OpKind, urgency: Urgency, batch: ChunkBatch, clients: bytes = b""
+    ) -> None:
         self._machine.set_time(self._clock())
-        self._machine.begin(op, _KINDS.index(kind), int(urgency), batch)
+        self._machine.begin(op, _KINDS.index(kind), int(urgency), batch, clients=clients)
 
     def _begin_copied(
         self, kind: OpKind, command: StoreCommand | LoadCommand, pieces: Pieces, fence: object

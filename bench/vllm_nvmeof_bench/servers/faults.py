@@ -110,6 +110,7 @@ def _op_of(one: LaneOp) -> IoOp:
         Stamp(*one.stamp),
         None if one.payload_crc < 0 else one.payload_crc,
         one.single_copy,
+        one.client,
         one.header_only,
     )
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("vllm", reason="hints come in vLLM's types")
@@ -16,6 +17,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig, Source
 from vllm_nvmeof_offload.manager.look_up import Answer, Question, Queue
+from vllm_nvmeof_offload.pool.format import client_of
 from vllm_nvmeof_offload.vllm_adapter import manager as face
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
@@ -51,7 +53,12 @@ class Server:
         self.bench.core = self.manager.core
 
     def arrives(
-        self, name: str, *numbers: int, kv_hints: Any = None, params: Any = None
+        self,
+        name: str,
+        *numbers: int,
+        kv_hints: Any = None,
+        params: Any = None,
+        salt: str | None = None,
     ) -> ReqContext:
         """As the connector does it."""
         self.numbers[name] = numbers
@@ -64,6 +71,7 @@ class Server:
             num_tokens=tokens,
             num_prompt_tokens=tokens,
             session_id="s",
+            cache_salt=salt,
             kv_transfer_params=params,
         )
         advice = self.manager.advise(context, request)
@@ -186,6 +194,25 @@ def test_a_router_advises_over_http_and_gets_an_answer() -> None:
     assert server.counted == {"demote": 1, "prefetch": 1, "unknown": 1}
     assert server.serves("e", 9, kv_hints=hints("demote")) == []
     assert server.serves("f", 10, params={"kv_hint": None, "nvmeof": {}}) == []
+
+
+def test_chunks_are_written_with_their_requests_salts() -> None:
+    server, written = Server(), dict[bytes, int]()
+
+    def write() -> None:
+        for command in server.bench.writes():
+            clients = np.frombuffer(command.clients, np.uint32).tolist()
+            written.update(zip(command.batch.key_list(), clients, strict=True))
+            server.bench.done(command.op)
+
+    for name, salt, number in (("a", "tenant", 1), ("b", None, 2)):
+        context = server.arrives(name, number, salt=salt)
+        output = server.manager.prepare_store([OffloadKey(key(number))], context)
+        assert output is not None
+        server.bench.done(output.store_spec.command.op)
+        write()
+        server.manager.on_request_finished(context)
+    assert written == {key(1): client_of("tenant"), key(2): client_of("")}
 
 
 def test_a_session_is_retained_and_dropped_over_http() -> None:

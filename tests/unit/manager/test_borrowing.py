@@ -412,7 +412,7 @@ def test_a_cancelled_borrow_is_no_failure_of_the_owner() -> None:
 
 def test_what_others_have_given_up_is_written_when_a_second_request_ends() -> None:
     bench = BorrowBench()
-    bench.done(bench.load(0).op)
+    bench.done(bench.core.prepare_load(keys_of(0), client=77).op)
     bench.attach()
     bench.core.ended(keys_of(0))
     assert bench.core.counters["unwritten_chunks", "shared"] == 1
@@ -423,6 +423,7 @@ def test_what_others_have_given_up_is_written_when_a_second_request_ends() -> No
     assert isinstance(write, WriteCommand)
     assert write.batch.generations.tolist() == [1000]
     assert owner_of(write.batch.places).tolist() == [0]
+    assert np.frombuffer(write.clients, np.uint32).tolist() == [77]
     bench.done(write.op)
     assert bench.core.counters["written_chunks"] == 1
 

@@ -29,6 +29,7 @@ from vllm_nvmeof_offload.pool.format import (
     Stamp,
     StoredGroup,
     Superblock,
+    client_of,
     decode_table,
     encode_entry,
     parse_header,
@@ -250,8 +251,23 @@ def test_a_table_entry_is_read_back(
     assert decode_one(raw, slot ^ 1) is None
 
 
+@pytest.mark.parametrize("key_bytes", [4, 36, 42, 43, 46])
+def test_a_client_is_read_back_unless_the_key_is_too_long(key_bytes: int) -> None:
+    identity = SlotIdentity(b"\xff" * key_bytes, 7)
+    raw = encode_entry(77, identity, 3, client=0xC11E47)
+    assert decode_one(raw, 77) == identity
+    table = decode_table(np.frombuffer(raw, np.uint8), np.array([77]))
+    assert table.clients().tolist() == [0xC11E47 if key_bytes <= 42 else 0]
+    assert decode_table(np.frombuffer(raw, np.uint8), np.array([78])).clients().tolist() == [0]
+
+
+def test_salts_have_numbers_and_none_is_unknown() -> None:
+    salts = ["", "a", "b", "\ud800"]
+    assert len({client_of(salt) for salt in salts} | {0}) == 5
+
+
 def test_every_bit_flip_of_a_table_entry_is_detected() -> None:
-    raw = bytearray(encode_entry(77, IDENTITY, 3))
+    raw = bytearray(encode_entry(77, IDENTITY, 3, client=9))
     for at in range(ENTRY_BYTES):
         for bit in range(8):
             raw[at] ^= 1 << bit

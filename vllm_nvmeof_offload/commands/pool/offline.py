@@ -41,7 +41,6 @@ from vllm_nvmeof_offload.pool.format import (
     Superblock,
     Wanted,
     decode_table,
-    encode_entry,
     is_superblock,
     parse_header,
     share_tag,
@@ -263,8 +262,7 @@ class OfflineRank:
             # An entry with the adopted epoch must not refer to KV of other weights.
             truthful = adopted or epoch != self.surveyed.epoch
             if truthful and not self.mismatch(index, header, header.identity, tag):
-                single = header.single_copy
-                replacement = encode_entry(index, header.identity, epoch, single_copy=single)
+                replacement = header.entry()
             if entry.state == "live":
                 assert entry.identity is not None
                 defect = self.mismatch(index, header, entry.identity)

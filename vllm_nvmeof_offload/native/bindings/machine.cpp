@@ -252,11 +252,9 @@ PieceColumns pieces(const Geometry& geometry, const Blocks& blocks, size_t first
 
 Columns columns_of(const nb::tuple& batch) {
   const auto keys = column_of<char>(batch, 0);
-  const Columns columns{{keys.data(), keys.size()},
-                        column_of<uint64_t>(batch, 1),
-                        column_of<int32_t>(batch, 2),
-                        column_of<int64_t>(batch, 3),
-                        column_of<uint8_t>(batch, 4)};
+  const Columns columns{{keys.data(), keys.size()},   column_of<uint64_t>(batch, 1),
+                        column_of<int32_t>(batch, 2), column_of<int64_t>(batch, 3),
+                        column_of<uint8_t>(batch, 4), {}};
   const size_t count = columns.generations.size();
   if (columns.cache.size() != count || columns.places.size() != count ||
       columns.groups.size() != count)
@@ -267,8 +265,10 @@ Columns columns_of(const nb::tuple& batch) {
 // fence: see `Machine::begin`.
 void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const ChunkBatch& batch,
            const std::optional<PieceRows>& rows, const std::optional<Column<uint32_t>>& first,
-           uint64_t fence) {
-  const Columns columns = columns_of(batch);
+           uint64_t fence, const nb::bytes& clients) {
+  Columns columns = columns_of(batch);
+  columns.clients = {static_cast<const uint32_t*>(clients.data()),
+                     clients.size() / sizeof(uint32_t)};
   Pieces pieces;
   if (rows && first) pieces = {{rows->data(), rows->size()}, span_of(*first)};
   const Unlocked unlocked(columns.generations.size());
@@ -614,6 +614,7 @@ void bind_op(nb::module_& m) {
                      return PyStamp(op.stamp.epoch, nb::bytes(tag.data(), tag.size()));
                    })
       .def_ro("single_copy", &LaneOp::single_copy)
+      .def_ro("client", &LaneOp::client)
       .def_ro("header_only", &LaneOp::header_only)
       .def_ro("peer", &LaneOp::peer)
       .def_prop_ro("until_s",
@@ -692,7 +693,7 @@ void bind_machine(nb::module_& m) {
           },
           "options"_a, "lanes"_a, "now_s"_a = 0.0, "peer_lanes"_a = 0)
       .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
-           "first"_a = nb::none(), "fence"_a = 0)
+           "first"_a = nb::none(), "fence"_a = 0, "clients"_a = nb::bytes(""))
       .def("begin_transfers", &begin_transfers)
       .def("reset", &reset, "op"_a, "stamp"_a, "unnamed"_a)
       .def("cancel", &cancel, "op"_a, "rows"_a = nb::none())

@@ -70,7 +70,8 @@ void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targe
 
 void submit(Engine& engine, uint64_t token, unsigned urgency, Place place, uintptr_t address,
             size_t payload_bytes, const nb::bytes& key, uint64_t generation, uint32_t epoch,
-            const nb::bytes& tag, int64_t payload_crc, bool single_copy, bool header_only) {
+            const nb::bytes& tag, int64_t payload_crc, bool single_copy, uint32_t client,
+            bool header_only) {
   LaneOp request;
   request.token = token;
   request.urgency = static_cast<Urgency>(urgency);
@@ -81,6 +82,7 @@ void submit(Engine& engine, uint64_t token, unsigned urgency, Place place, uintp
   request.stamp = {epoch, sixteen(tag)};
   request.payload_crc = payload_crc;
   request.single_copy = single_copy;
+  request.client = client;
   request.header_only = header_only;
   engine.take(request);
 }
@@ -197,7 +199,7 @@ nb::bytes bytes_of(const std::array<uint8_t, kSize>& from, size_t size = kSize) 
 // The fields of `pool.format.SlotHeader`, in order.
 using HeaderFields =
     std::tuple<std::tuple<nb::bytes, uint64_t>, std::tuple<nb::bytes, uint16_t, uint32_t>, size_t,
-               uint32_t, std::tuple<uint32_t, nb::bytes>, bool>;
+               uint32_t, std::tuple<uint32_t, nb::bytes>, bool, uint32_t>;
 
 std::optional<HeaderFields> parse_slot_header(ConstBytes page) {
   if (page.size() < kHeaderBytes) return std::nullopt;
@@ -209,7 +211,8 @@ std::optional<HeaderFields> parse_slot_header(ConstBytes page) {
                       payload_bytes,
                       payload_crc,
                       {stamp.epoch, bytes_of(stamp.tag)},
-                      place.single_copy};
+                      place.single_copy,
+                      place.client};
 }
 
 LogRecord reset_record(uint32_t epoch) {
@@ -219,9 +222,10 @@ LogRecord reset_record(uint32_t epoch) {
   return record;
 }
 
-nb::bytes encode_entry_of(uint64_t slot, const nb::bytes& key, uint64_t generation, uint32_t epoch,
-                          bool single_copy) {
-  const auto entry = encode_entry(slot, identity_of(key, generation), epoch, single_copy);
+nb::bytes encode_entry_of(uint32_t slot, const nb::bytes& key, uint64_t generation, uint32_t epoch,
+                          bool single_copy, uint32_t client) {
+  const auto entry =
+      encode_entry({{}, slot, single_copy, client}, identity_of(key, generation), epoch);
   return nb::bytes(entry.data(), entry.size());
 }
 

@@ -178,9 +178,9 @@ std::tuple<size_t, std::vector<uint64_t>> weigh(const Tiers& tiers, PyKeys keys,
 using Stored = std::tuple<Batch, size_t, std::vector<uint32_t>, uint64_t>;
 
 Stored plan_store(Tiers& tiers, PyKeys keys, std::optional<Column<uint8_t>> wanted,
-                  uint64_t generation, std::optional<Column<uint32_t>> order) {
+                  uint64_t generation, std::optional<Column<uint32_t>> order, uint32_t client) {
   StorePlan plan = tiers.plan_store(KeyList(keys, tiers.index.key_bytes()), span_of(wanted),
-                                    generation, span_of(order));
+                                    generation, span_of(order), client);
   return {std::move(plan.batch), plan.absent, std::move(plan.refused), generation};
 }
 
@@ -359,6 +359,7 @@ void bind_batch(nb::module_& m) {
       .def_prop_ro("places", column(&Batch::places))
       .def_prop_ro("groups", column(&Batch::groups))
       .def_prop_ro("filling", column(&Batch::filling))
+      .def_prop_ro("clients", [](const Batch& batch) { return bytes_of(batch.clients); })
       .def_prop_ro("errors", column(&Batch::error))
       .def_prop_ro("codes",
                    [](nb::handle self) {
@@ -416,14 +417,16 @@ void bind_calls(nb::class_<Tiers>& type) {
              return tiers.adopt({places.data(), places.size()},
                                 {generations.data(), generations.size()}, keys.c_str());
            })
-      .def("plan_store", &plan_store, "keys"_a, "wanted"_a, "generation"_a, "order"_a = nb::none())
+      .def("plan_store", &plan_store, "keys"_a, "wanted"_a, "generation"_a, "order"_a = nb::none(),
+           "client"_a = 0)
       .def(
           "plan_load",
-          [](Tiers& tiers, PyKeys keys, size_t land_max, std::optional<Column<uint32_t>> order) {
-            return tiers.plan_load(KeyList(keys, tiers.index.key_bytes()), land_max,
-                                   span_of(order));
+          [](Tiers& tiers, PyKeys keys, size_t land_max, std::optional<Column<uint32_t>> order,
+             uint32_t client) {
+            return tiers.plan_load(KeyList(keys, tiers.index.key_bytes()), land_max, span_of(order),
+                                   client);
           },
-          "keys"_a, "land_max"_a, "order"_a = nb::none())
+          "keys"_a, "land_max"_a, "order"_a = nb::none(), "client"_a = 0)
       .def("tokens_by_source", &tokens_by_source, "batch"_a, "first"_a, "last"_a, "ends"_a)
       .def("supersede", &with_keys<&Tiers::supersede>)
       .def("keep", &with_keys<&Tiers::keep>)

@@ -67,6 +67,7 @@ struct LaneOp {
   Identity identity;
   Stamp stamp;               // a write stores it; a read requires its tag
   bool single_copy = false;  // in a write: no other rank holds the chunk
+  uint32_t client = 0;       // in a write: a number for the salt of the chunk's key; 0 if unknown
   // In a read: check only the header and return its payload CRC. The copy out of staging checks the
   // payload. Lanes may check the payload too.
   bool header_only = false;

@@ -45,7 +45,8 @@ struct Header {
   uint8_t zero;
   uint32_t group_id;
   uint16_t block_crcs;
-  uint8_t zeros[6];
+  uint8_t zeros[2];
+  uint32_t client;
   uint8_t tag[kTagBytes];
   uint8_t mac[16];
   uint8_t region_uuid[kUuidBytes];
@@ -285,6 +286,7 @@ void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint3
   std::memcpy(header.region_uuid, place.region.uuid.data(), kUuidBytes);
   header.slot = place.slot;
   header.rank = place.region.rank;
+  header.client = place.client;
   std::memcpy(slot, &header, sizeof header);
   std::memset(slot + sizeof header, 0, kCrcAt - sizeof header);
   const uint32_t crc = crc32c(slot, kCrcAt);
@@ -304,6 +306,7 @@ std::optional<SlotHeader> parse_header(const std::byte* slot) {
   found.place.region.rank = header.rank;
   found.place.slot = header.slot;
   found.place.single_copy = (header.flags & kFlagSingleCopy) != 0;
+  found.place.client = header.client;
   found.payload_bytes = header.payload_bytes;
   found.payload_crc = header.payload_crc;
   found.stamp.epoch = header.epoch;
@@ -339,16 +342,18 @@ uint32_t entry_crc(const std::byte* entry, uint64_t slot) {
   return crc32c(message.data(), message.size());
 }
 
-std::array<std::byte, kEntryBytes> encode_entry(uint64_t slot, const Identity& identity,
-                                                uint32_t epoch, bool single_copy) {
+std::array<std::byte, kEntryBytes> encode_entry(const SlotPlace& place, const Identity& identity,
+                                                uint32_t epoch) {
   Entry entry{};
-  if (single_copy) entry.flags = kFlagSingleCopy;
+  if (place.single_copy) entry.flags = kFlagSingleCopy;
   entry.epoch = epoch;
   entry.generation = identity.generation;
   entry.key_bytes = identity.key_bytes;
   std::memcpy(entry.key, identity.key.data(), identity.key_bytes);
+  if (identity.key_bytes <= kClientAt)
+    std::memcpy(entry.key + kClientAt, &place.client, sizeof place.client);
   auto bytes = std::bit_cast<std::array<std::byte, kEntryBytes>>(entry);
-  const uint32_t crc = entry_crc(bytes.data(), slot);
+  const uint32_t crc = entry_crc(bytes.data(), place.slot);
   std::memcpy(bytes.data(), &crc, sizeof crc);
   return bytes;
 }

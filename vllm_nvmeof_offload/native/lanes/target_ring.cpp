@@ -456,7 +456,8 @@ void TargetRing::seal_op(Op& op) {
 }
 
 SlotPlace TargetRing::place_of(const Op& op) const {
-  return {op.region, slot_of(op.request.place), op.request.single_copy};
+  const LaneOp& request = op.request;
+  return {op.region, slot_of(request.place), request.single_copy, request.client};
 }
 
 // Any kind will do for a group unknown to the pool, because no start adopts its chunks.
@@ -538,26 +539,26 @@ void TargetRing::enter_front(std::unique_lock<std::mutex>& lock) {
   Outcome code = Outcome::CANCELLED;
   int error = 0;
   const LaneOp request = op.request;
-  const uint32_t slot = slot_of(request.place);
+  const SlotPlace place = place_of(op);
   if (await_permit(lock, op)) {
     const int table_fd = op.target.table_fd;
     lock.unlock();
-    error = write_entry(table_fd, slot, request);
+    error = write_entry(table_fd, place, request);
     code = error == 0 ? Outcome::OK : Outcome::IO_ERROR;
     lock.lock();
   }
   finish(op, code, error);
   if (code != Outcome::OK) return;
   lock.unlock();
-  log_.add(put_record(slot, request.identity, request.stamp.epoch, request.single_copy));
+  log_.add(put_record(place.slot, request.identity, request.stamp.epoch, request.single_copy));
   lock.lock();
 }
 
 // Write a table entry. Returns an errno, or 0.
-int TargetRing::write_entry(int table_fd, uint32_t slot, const LaneOp& request) {
+int TargetRing::write_entry(int table_fd, const SlotPlace& place, const LaneOp& request) {
   if (const int error = table_sync_.take_error()) return error;
-  const auto entry = encode_entry(slot, request.identity, request.stamp.epoch, request.single_copy);
-  const auto offset = static_cast<off_t>(slot * kEntryBytes);
+  const auto entry = encode_entry(place, request.identity, request.stamp.epoch);
+  const auto offset = static_cast<off_t>(place.slot * kEntryBytes);
   ssize_t done;
   do done = pwrite(table_fd, entry.data(), entry.size(), offset);
   while (done < 0 && errno == EINTR);

@@ -172,7 +172,7 @@ class TargetRing {
   bool has_table_work() const;
   void await_table_work(std::unique_lock<std::mutex>& lock);
   void enter_front(std::unique_lock<std::mutex>& lock);
-  int write_entry(int table_fd, uint32_t slot, const LaneOp& request);
+  int write_entry(int table_fd, const SlotPlace& place, const LaneOp& request);
   void sync_table(std::unique_lock<std::mutex>& lock);
   void log_notes(std::unique_lock<std::mutex>& lock);
   void enter_own_thread(const char* name);

@@ -72,7 +72,9 @@ struct Region {
 struct SlotPlace {
   Region region;
   uint32_t slot = 0;
-  bool single_copy = false;  // no other rank holds the chunk; recorded but never compared
+  // Recorded but never compared: whether no other rank holds the chunk, and its `LaneOp::client`.
+  bool single_copy = false;
+  uint32_t client = 0;
 };
 
 // The limits of one target's ring; the defaults are in `io/base.py`.
@@ -180,9 +182,11 @@ HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t
 Outcome verify(const std::byte* slot, size_t bytes, const Identity& identity, size_t payload_bytes,
                const SlotPlace& place, const Tag& tag);
 
-// Return the table entry of a slot. slot: its number in the region, which the CRC covers.
-std::array<std::byte, kEntryBytes> encode_entry(uint64_t slot, const Identity& identity,
-                                                uint32_t epoch, bool single_copy = false);
+// Return the table entry of a slot. The CRC covers the slot's number in the region. The client of a
+// key of more than `kClientAt` bytes is not recorded.
+inline constexpr size_t kClientAt = kKeyBytesMax - sizeof(uint32_t);
+std::array<std::byte, kEntryBytes> encode_entry(const SlotPlace& place, const Identity& identity,
+                                                uint32_t epoch);
 
 // Return the log record of the same table entry.
 LogRecord put_record(uint32_t slot, const Identity& identity, uint32_t epoch, bool single_copy);

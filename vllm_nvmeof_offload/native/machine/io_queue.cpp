@@ -321,6 +321,7 @@ LaneOp IoQueue::describe(const Task& task, uint64_t token) const {
           identity_of(task.key(), task.content.generation),
           targets_[task.target].stamp,
           task.holder != kEveryMember,
+          task.job->clients.empty() ? 0 : task.job->clients[task.index],
           !is_write && task.header_only};
 }
 

@@ -63,6 +63,8 @@ void Machine::begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& co
 void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
   const size_t count = columns.generations.size();
   job.keys = columns.keys;
+  require(columns.clients.empty() || columns.clients.size() == count, "rows lack their clients");
+  job.clients.assign(columns.clients.begin(), columns.clients.end());
   job.key_bytes = count ? columns.keys.size() / count : 0;
   job.tasks.resize(count);
   job.code.resize(count);

@@ -79,6 +79,7 @@ struct Columns {
   std::span<const int32_t> cache;
   std::span<const int64_t> places;
   std::span<const uint8_t> groups;
+  std::span<const uint32_t> clients;  // in a write, as in `LaneOp`; empty if unknown
 };
 
 // The pieces of a store or load. `rows` holds three numbers per piece: KV cache address, offset in

@@ -95,6 +95,7 @@ struct Job {
   std::vector<Task> tasks;
   std::string keys;
   size_t key_bytes = 0;
+  std::vector<uint32_t> clients;  // by row, in a write; empty if unknown
   int64_t started_ns = 0;
   int64_t ended_ns = 0;  // when the last of the rows to report was decided
   size_t undecided = 0;

@@ -422,9 +422,9 @@ class Slots {
 // The chunks that requests ask to retain for a time, by session. A session retains the chunks of
 // all its requests until it expires or is dropped; a chunk, until the last of its sessions ends.
 //
-// A client is a number for a salt. All sessions of a chunk belong to one client, because the salt
-// is in every key. If a client may retain no more chunks, its sessions of lower priority lose
-// theirs, from their ends.
+// A client is a number for a salt, or 0 if unknown. All sessions of a chunk belong to one client,
+// because the salt is in every key. If a client may retain no more chunks, its sessions of lower
+// priority lose theirs, from their ends.
 //
 // Sessions are numbered. The one that expires at second s is in the list `wheel_[s % kWheel]`, so a
 // second costs a look at the sessions of one list.
@@ -441,8 +441,12 @@ class Sessions {
   size_t size() const { return count_; }
   size_t chunks() const { return chunks_; }
   bool retains(Row row) const { return chunks_ && rows_[row].sessions; }
-  // Return the salt of the row's sessions, or of those that it had last.
+  // Return the client of the row's chunk.
   uint32_t client_of(Row row) const { return rows_[row].client; }
+  // Record the client of the row's chunk. That of a retained chunk stays, because it is counted.
+  void set_client(Row row, uint32_t client) {
+    if (client && !rows_[row].sessions) rows_[row].client = client;
+  }
 
   // Return the session's number after starting or extending it, or kNone if retention is off.
   uint32_t open(uint64_t id, uint32_t client, uint32_t until, uint8_t priority) {
@@ -566,9 +570,11 @@ class Sessions {
 
   // Record that the row's entry is about to be removed.
   void forget(Row row) {
-    if (!retains(row)) return;
-    rows_[row].sessions = 0;
-    uncount(row);
+    if (retains(row)) {
+      rows_[row].sessions = 0;
+      uncount(row);
+    }
+    if (rows_[row].client) rows_[row].client = 0;
   }
 
   void clear() {

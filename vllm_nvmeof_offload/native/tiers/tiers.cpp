@@ -328,7 +328,7 @@ void Tiers::add_row(Batch& batch, Row row, const char* key, int32_t slot, Place 
 }
 
 StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
-                            std::span<const uint32_t> order) {
+                            std::span<const uint32_t> order, uint32_t client) {
   StorePlan plan;
   std::vector<uint32_t> fresh;  // indexes of keys
   const std::vector<Row> before = rows_of(keys);
@@ -379,6 +379,7 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
       break;
     }
     const Row row = add_entry(key, group, ++generation);
+    sessions.set_client(row, client);
     index[row].cache = static_cast<int32_t>(slot);
     cache[slot].row = row;
     on(row, Event::STORE_BEGIN);
@@ -522,11 +523,15 @@ void Tiers::refile(Row row) {
     again(*target(entry.place).order, target(entry.place).slot(entry.place));
 }
 
-Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order) {
+Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order,
+                       uint32_t client) {
   Batch batch;
   const std::vector<Row> rows = rows_of(keys);
-  for (const Row row : rows)
-    if (row != kNoRow) keep(row);
+  for (const Row row : rows) {
+    if (row == kNoRow) continue;
+    keep(row);
+    sessions.set_client(row, client);  // unknown if it was fetched from another engine, or adopted
+  }
   touch(rows, false);
   const uint64_t newest = uses_;
   batch.reserve(rows.size(), index.key_bytes());
@@ -563,10 +568,12 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
     const Part part = part_of(batch.groups[at], member_of(batch.places[at]));
     const Slot slot = take_cache_slot(true, part);
     if (slot == kNone) break;
-    if (borrows)
+    if (borrows) {
       batch.rows[at] = borrow(keys[at], batch.generations[at], slot, newest - at);
-    else
+      sessions.set_client(batch.rows[at], client);
+    } else {
       fill_from_pool(batch.rows[at], slot);
+    }
     batch.cache[at] = column_of(slot);
     batch.filling[at] = true;
     --land_max;
@@ -708,6 +715,7 @@ void Tiers::drain() {
     one.slots.use(one.slot(place));
     on(row, Event::WRITE_BEGIN);
     add(writes_, row, index[row].cache, place, false);
+    writes_.clients.push_back(sessions.client_of(row));
     ++pending;
     ++one.pending;
     settle(row);

@@ -96,6 +96,7 @@ struct Batch {
   SmallColumn<Place> places;       // kNoPlace if there is no place, or it is not read
   SmallColumn<uint8_t> groups;     // positions of KV cache groups
   SmallColumn<uint8_t> filling;    // 1 if the row fills its cache slot, else 0
+  SmallColumn<uint32_t> clients;   // in a write, as in `Sessions`; else empty
   SmallColumn<Outcome> code;       // the worst outcome reported by a rank
   SmallColumn<int16_t> error;      // errno, if code is IO_ERROR
   SmallColumn<uint16_t> outcomes;  // ranks that must still report an outcome
@@ -246,11 +247,13 @@ class Tiers {
   // Plan a store. keys: in prefix order. order: each key's position in vLLM's list, by which the
   // batch's rows are sorted; empty if the keys are in that order already. wanted: a `Store` per
   // key, or empty to keep all. A provisional entry stops being provisional if its key is wanted as
-  // KEPT. Generations count up from `generation`.
+  // KEPT. Generations count up from `generation`. client: as in `Sessions`.
   StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
-                       std::span<const uint32_t> order = {});
+                       std::span<const uint32_t> order = {}, uint32_t client = 0);
   // Plan a load. A missing chunk's row has no slot or place. land_max: bound on cache slots filled.
-  Batch plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order = {});
+  // client: as in `Sessions`.
+  Batch plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order = {},
+                  uint32_t client = 0);
   // Return how many of the tokens from `first` up to, but not including, `last` a load takes from
   // the CPU tier, from our pool, and from other engines' pools. A token with chunks in several
   // sources counts for the last of these. Evicted chunks cover none, and windows may not cover all.
