@@ -14,6 +14,8 @@ All types are plain data in columns, because they are pickled inside vLLM's meta
 from __future__ import annotations
 
 import enum
+import struct
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
@@ -279,7 +281,56 @@ class DetachCommand(_Message):
     owner: int
 
 
-Command = WriteCommand | FetchCommand | CancelCommand | ResetCommand | AttachCommand | DetachCommand
+_SESSIONS_MAGIC = b"vNVMeSE\0"
+_SESSIONS_HEAD = struct.Struct("<8sII")
+_CRC = struct.Struct("<I")
+#: A session, as in the native `SavedSession`.
+SESSION = np.dtype(
+    [("id", "<u8"), ("client", "<u4"), ("until", "<u4"), ("chunks", "<u4"), ("priority", "u1")]
+)
+
+
+class SavedSessions(NamedTuple):
+    """The content of rank 0's file `sessions` (`pool.format`): `SESSION`[n], and uint64[m], the
+    generations of the first session's chunks, of the next one's, and so on."""
+
+    sessions: npt.NDArray[np.void]
+    generations: npt.NDArray[np.uint64]
+
+    def encode(self) -> bytes:
+        head = _SESSIONS_HEAD.pack(_SESSIONS_MAGIC, len(self.sessions), len(self.generations))
+        body = head + self.sessions.tobytes() + self.generations.tobytes()
+        return body + _CRC.pack(zlib.crc32(body))
+
+    @staticmethod
+    def decode(raw: bytes) -> SavedSessions:
+        """Parse the file; without sessions if it is not intact."""
+        body, at = raw[: -_CRC.size], _SESSIONS_HEAD.size
+        if len(body) >= at and _CRC.pack(zlib.crc32(body)) == raw[-_CRC.size :]:
+            magic, count, chunks = _SESSIONS_HEAD.unpack_from(body)
+            rest = at + count * SESSION.itemsize
+            if magic == _SESSIONS_MAGIC and len(body) == rest + chunks * 8:
+                sessions = np.frombuffer(body, SESSION, count, at)
+                if int(sessions["chunks"].sum(dtype=np.uint64)) == chunks:
+                    return SavedSessions(sessions, np.frombuffer(body, "<u8", chunks, rest))
+        return SavedSessions(np.empty(0, SESSION), np.empty(0, np.uint64))
+
+
+class SessionsCommand(NamedTuple):
+    """Replaces rank 0's file of retained sessions. No report follows."""
+
+    content: bytes
+
+
+Command = (
+    WriteCommand
+    | FetchCommand
+    | CancelCommand
+    | ResetCommand
+    | AttachCommand
+    | DetachCommand
+    | SessionsCommand
+)
 
 #: A value in `OpReport.codes`: the row, whose outcome was reported earlier, is now released.
 RELEASED = 6
@@ -437,3 +488,4 @@ class RankHello:
     volatile: tuple[str, ...] = ()  # why nothing is adopted
     replica: int | None = None
     lease_name: str = ""  # the server's name in its group; empty without a group
+    sessions: bytes = b""  # rank 0's file of retained sessions; empty if there is none

@@ -343,7 +343,8 @@ def _focus(profile: str, rng: random.Random) -> dict[str, Any]:
     if profile == "pool":
         return _pooled(rng)
     if profile == "retaining":  # chosen by name only
-        return {**_pooled(rng), "retains": 0.4, "cache_slots": rng.randint(16, 32)}
+        crash = rng.choice((0.0, 0.01, 0.02))
+        return {**_pooled(rng), "retains": 0.4, "cache_slots": rng.randint(16, 32), "crash": crash}
     return {}
 
 

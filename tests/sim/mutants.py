@@ -36,6 +36,7 @@ from vllm_nvmeof_offload.protocol import (
     RankHello,
     Report,
     ResetCommand,
+    SavedSessions,
     WriteCommand,
     owned_by,
     unpacked,
@@ -111,6 +112,9 @@ PROFILE = {
     "intersection_over_all_ranks": "restarts",
     "retained_chunks_are_evicted_like_others": "retaining",
     "a_session_never_expires": "retaining",
+    "an_expired_session_is_restored": "retaining",
+    "a_session_is_lost_over_a_restart": "retaining",
+    "a_write_forgets_its_client": "retaining",
     "a_client_retains_all_that_it_wants": "retaining",
 }
 
@@ -1048,6 +1052,39 @@ native(
     "a_session_never_expires",
     "a_client_retains_all_that_it_wants",
 )
+
+
+@mutant
+def an_expired_session_is_restored() -> list[Patch]:
+    real = ManagerCore._restore_sessions
+
+    def restore(self: Any, saved: Any, entries: Any) -> None:
+        saved.sessions["until"] += 1000
+        real(self, saved, entries)
+
+    def decode(raw: bytes) -> Any:
+        found = SavedSessions.decode(raw)
+        return found._replace(sessions=found.sessions.copy())
+
+    return [
+        (ManagerCore, "_restore_sessions", restore),
+        (core, "SavedSessions", mock.Mock(side_effect=SavedSessions, decode=decode)),
+    ]
+
+
+@mutant
+def a_session_is_lost_over_a_restart() -> list[Patch]:
+    return [(ManagerCore, "_restore_sessions", lambda *_: None)]
+
+
+@mutant
+def a_write_forgets_its_client() -> list[Patch]:
+    real = ManagerCore.prepare_store
+
+    def prepare_store(self: Any, *offer: Any, **more: Any) -> Any:
+        return real(self, *offer, **more | {"client": 0})
+
+    return [(ManagerCore, "prepare_store", prepare_store)]
 
 
 # -- the events that routers receive ------------------------------------------------------

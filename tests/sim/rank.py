@@ -213,6 +213,7 @@ class SimRank:
             ),
             adopted,
             START_TAG,
+            sessions=self.io.store.sessions if not self.rank else b"",
         )
 
     # -- the pipeline's thread --------------------------------------------------------

@@ -11,20 +11,25 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.manager.core import ManagerCore, SessionIds
 from vllm_nvmeof_offload.manager.ledger import Entry, State
-from vllm_nvmeof_offload.protocol import target_of
+from vllm_nvmeof_offload.protocol import Command, SessionsCommand, target_of
 
-from .base import Clock, Knobs, Violation
+from .base import CLIENT, Clock, Knobs, Violation
 
 _SESSIONS = 4
-_CLIENT = 7
+
+#: By the content of a file of sessions: each session's end, its chunks' generations by key, and
+#: whether all that was asked for could be retained.
+SavedRetention = dict[bytes, tuple[dict[int, int], dict[int, dict[bytes, int]], bool]]
 
 
 class RetentionRules:
     """Requests of one client that ask for retention, and the rules for one process's life."""
 
-    def __init__(self, core: ManagerCore, knobs: Knobs, clock: Clock) -> None:
-        self._core, self._knobs, self._clock = core, knobs, clock
-        self._rng = random.Random(repr(knobs))
+    def __init__(
+        self, core: ManagerCore, knobs: Knobs, clock: Clock, saved: SavedRetention
+    ) -> None:
+        self._core, self._knobs, self._clock, self._saved = core, knobs, clock, saved
+        self._rng = random.Random(f"{knobs!r} {len(saved)}")
         self._until: dict[int, int] = {}
         self._chunks: dict[int, set[bytes]] = {}
         #: Whether all that was asked for could be retained since the last reset.
@@ -35,7 +40,7 @@ class RetentionRules:
         draw, name = self._rng.random(), self._rng.randrange(_SESSIONS)
         if draw >= self._knobs.retains:
             return
-        session = SessionIds(name, _CLIENT)
+        session = SessionIds(name, CLIENT)
         if draw < 0.2 * self._knobs.retains:
             self._core.drop_session(session)
             self.clear(name)
@@ -45,9 +50,39 @@ class RetentionRules:
         self._core.retain(keys, ends, session, seconds, priority)
         self._until[name] = int(self._clock()) + seconds
         self._chunks.setdefault(name, set()).update(present.intersection(keys))
+        self._fits &= self._fit()
+
+    def _fit(self) -> bool:
         slots = min(self._knobs.cache_slots, self._knobs.pool_slots)
         share = int(self._core.config.retain_share * slots)
-        self._fits &= len(set().union(*self._chunks.values())) <= share
+        return len(set().union(*self._chunks.values())) <= share
+
+    def commanded(self, commands: Collection[Command]) -> None:
+        """Remember what a file holds that is to be written."""
+        for command in commands:
+            if isinstance(command, SessionsCommand):
+                generations = {entry.key: entry.generation for entry in self._core.entries()}
+                chunks = {
+                    name: {key: generations[key] for key in keys if key in generations}
+                    for name, keys in self._chunks.items()
+                }
+                self._saved[command.content] = self._until.copy(), chunks, self._fits
+
+    def restored(self, content: bytes) -> int:
+        """Check at a start what is retained of this file. Returns the number of sessions."""
+        if not content:
+            return 0
+        until, chunks, self._fits = self._saved[content]
+        adopted = {entry.key: entry.generation for entry in self._core.entries()}
+        for name, end in until.items():
+            left = {key for key, one in chunks[name].items() if adopted.get(key) == one}
+            if left and end > int(self._clock()):
+                self._until[name], self._chunks[name] = end, left
+        self._fits &= self._fit()
+        sessions = self._core.gauges()["sessions"]
+        if self._fits and sessions != len(self._until):
+            raise Violation("retention", f"{sessions} sessions after a start, not {self._until}")
+        return len(self._until)
 
     def turned(self) -> None:
         """Check after a turn, which ends the sessions whose time has passed."""

@@ -46,7 +46,7 @@ from .base import CLIENT, Clock, Knobs, Tag, Violation
 from .follower import COMPLETE, DEAD, NONE, SimFollower
 from .owners import is_foreign
 from .rank import SimRank
-from .retention_rules import RetentionRules
+from .retention_rules import RetentionRules, SavedRetention
 from .shapes import holds, overlap, split_cache, split_place
 from .store import START_TAG
 
@@ -76,14 +76,20 @@ class Rules:
         clock: Clock,
         expected: dict[int, list[Tag]],
         follower: SimFollower | None = None,
+        saved: SavedRetention | None = None,
     ) -> None:
-        """follower: of the other engines on our targets; None: there are none."""
+        """follower: of the other engines on our targets; None: there are none. saved: what this
+        process and earlier ones have sent to be saved."""
         self.ranks: list[SimRank] = []
         self.ops: dict[int, SentOp] = {}
         self._core = core
         self._policies = PolicyRules(core, knobs)
         self._events = EventRules(core)
-        self._retention = RetentionRules(core, knobs, clock) if knobs.retains else None
+        self._retention = (
+            RetentionRules(core, knobs, clock, {} if saved is None else saved)
+            if knobs.retains
+            else None
+        )
         self._follower = follower
         self._foreign = None if follower is None else ForeignRules(core, clock, follower)
         self._knobs = knobs
@@ -256,6 +262,10 @@ class Rules:
         kept = set(keys)
         self._provisional -= {e.generation for e in self._core.entries() if e.key in kept}
 
+    def restored(self, sessions: bytes) -> int:
+        """Check a start with this file of sessions; return their number."""
+        return 0 if self._retention is None else self._retention.restored(sessions)
+
     def supersede(self, keys: Sequence[bytes]) -> None:
         self._core.supersede(keys)
 
@@ -265,6 +275,8 @@ class Rules:
         entries = {entry.generation: entry for entry in self._core.entries()}
         if self._foreign is not None:
             self._foreign.commanded(commands)
+        if self._retention is not None:
+            self._retention.commanded(commands)
         for command in commands:
             if isinstance(command, CancelCommand):
                 self._cancelled(command)

@@ -169,6 +169,9 @@ class SimIo:
         self.committed.clear()
         return stamps
 
+    def save_sessions(self, content: bytes) -> None:
+        self.store.sessions = content
+
     def attach(self) -> Lanes:
         return lanes_of(self)
 

@@ -98,6 +98,8 @@ class RankStore:
         self.newest_drawn = first
         #: Every generation up to this one is void, since a reset that has succeeded.
         self.void_limit = 0
+        #: The file of retained sessions, which is replaced atomically.
+        self.sessions = b""
         self._undo: list[Callable[[], None]] = []
 
     def new_epoch(self) -> int:

@@ -80,6 +80,7 @@ EVENTS = [
     "remembered_answers",
     "preemptions",
     "resets",
+    "restored_sessions",
     "unstored_chunks:no_room",
     "verdict_changes",
     "write_failed",

@@ -21,6 +21,7 @@ from .owners import Owners, with_owners
 from .peers import with_peers, with_serving
 from .rank import Output, SimRank
 from .requests import Clients, Request
+from .retention_rules import SavedRetention
 from .rules import Rules
 from .scheduler import SimScheduler
 from .shapes import RankSet, shaped, with_sets
@@ -73,6 +74,7 @@ class World:
         self.counts: Counter[str] = Counter()
         #: Generation → the right payload, over all processes' lives.
         self.expected: dict[int, list[Tag]] = {}
+        self._saved: SavedRetention = {}
         self._stores = [RankStore(self.knobs.targets, seed + n) for n in range(self.knobs.ranks)]
         of_ranks = self.knobs.pages[: self.knobs.ranks]
         self.counts["unlike_stages"] += len(set(of_ranks)) > 1
@@ -132,16 +134,18 @@ class World:
             agreement,
             self.clock,
             self._policy,
+            wall_clock=lambda: 1e9 + self.clock(),
             first_generation=self._boots << 32,
             foreign=follower and follower.foreign,
         )
-        self.rules = Rules(self.core, knobs, self.clock, self.expected, follower)
+        self.rules = Rules(self.core, knobs, self.clock, self.expected, follower, self._saved)
         self.rules.ranks = self.ranks
         self.scheduler = SimScheduler(
             self.core, knobs, self.trace, self.rules, self.expected, self.clock
         )
         self._outputs: deque[Sequence[Output]] = deque()
         self.rules.adopted()
+        self.counts["restored_sessions"] += self.rules.restored(self._stores[0].sessions)
         places = (entry.place for entry in self.core.entries())
         self.counts["adopted_single_copies"] += sum(member_of(p) != EVERY_MEMBER for p in places)
         self.rules.check()

@@ -40,7 +40,7 @@ MODULES = {"pickle", "_pickle", "cPickle", "dill", "cloudpickle", "joblib", "mar
 CALLS = {"eval", "exec", "torch.load", "yaml.load", "yaml.unsafe_load", "pandas.read_pickle"}
 #: Every name that a pool may use: digests, numbers and constants.
 NAMES = re.compile(
-    r"[0-9a-f]{32}|engine-\d+|rank-\d+|slab|table|log|superblock|lock|lease|keyspace\.json"
+    r"[0-9a-f]{32}|engine-\d+|rank-\d+|slab|table|log|superblock|sessions|lock|lease|keyspace\.json"
 )
 
 
@@ -89,9 +89,12 @@ def test_the_check_finds_each_forbidden_call(source: str) -> None:
 def test_names_on_disk_reveal_nothing_of_a_prompt(tmp_path: Path) -> None:
     pool = Pool.open(make_spec(tmp_path / "target", engine="some-engine"))
     fill(pool)
+    pool.save_sessions(b"of requests with a salt and a name")
+    assert pool.await_superblocks(120.0)
     pool.close()
     names = [path.name for path in (tmp_path / "target").rglob("*")]
-    assert {"slab", "table", "log", "superblock", "lock", "lease", "keyspace.json"} <= {*names}
+    files = {"slab", "table", "log", "superblock", "sessions", "lock", "lease", "keyspace.json"}
+    assert files <= {*names}
     assert [name for name in names if not NAMES.fullmatch(name)] == []
 
 

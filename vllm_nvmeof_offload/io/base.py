@@ -134,6 +134,9 @@ class IoEngine(Protocol):
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
         """Begin a reset, as `Pool.begin_reset` does; one RESET per target follows."""
 
+    def save_sessions(self, content: bytes) -> None:
+        """Replace the file of retained sessions in the background, as `Pool.save_sessions` does."""
+
     def attach(self) -> Lanes:
         """Let the machine drive reads and writes; `submit` and `poll` then only handle resets."""
 
@@ -225,6 +228,9 @@ class NoIoEngine:
 
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
         return self.stamp, self.stamp
+
+    def save_sessions(self, content: bytes) -> None:
+        pass
 
     def attach(self) -> Lanes:
         return InstantLanes(self._waker.fd, errno.ENODEV)

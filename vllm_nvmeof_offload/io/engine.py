@@ -133,6 +133,9 @@ class NativeIoEngine:
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
         return self._pool.begin_reset(tag, named)
 
+    def save_sessions(self, content: bytes) -> None:
+        self._pool.save_sessions(content)
+
     def attach(self) -> Lanes:
         self._attached = True
         return self._core

@@ -52,7 +52,9 @@ from vllm_nvmeof_offload.metrics import Counts, Series
 from vllm_nvmeof_offload.native import Batch, Foreign, LookUps, Tiers, Whereabouts
 from vllm_nvmeof_offload.protocol import (
     OURS,
+    SESSION,
     TAG_BYTES,
+    AdoptedEntries,
     AttachCommand,
     CancelCommand,
     ChunkBatch,
@@ -67,6 +69,8 @@ from vllm_nvmeof_offload.protocol import (
     RateReport,
     Report,
     ResetCommand,
+    SavedSessions,
+    SessionsCommand,
     StoreCommand,
     Urgency,
     WriteCommand,
@@ -78,6 +82,11 @@ from vllm_nvmeof_offload.protocol import (
 __all__ = ["CoreConfig", "ManagerCore", "SessionIds", "Source", "StorePlan"]
 #: `StoreThreshold` counts as many keys as there are slots, but at least this many.
 _SIGHTINGS_MIN = 1 << 16
+#: The longest time for which a request may retain chunks: a session's end must be bounded.
+RETAIN_S_MAX = 7 * 24 * 3600
+#: The shortest time between two saves of sessions, and the largest share of the time for them. A
+#: save of a million chunks takes 0.15 s of a step (2 cores, busy).
+_SAVES_PERIOD_S, _SAVES_SHARE = 1.0, 1 / 1000
 #: The sources, indexed by the number that the native look-up returns.
 _SOURCES = (None, Source.CPU, Source.POOL, Source.SHARED)
 #: The tiers that a look-up may hit, as bits.
@@ -134,10 +143,11 @@ class StorePlan(NamedTuple):
 class ManagerCore:
     """The state of every offloaded chunk in both tiers, created from the ranks' handshake.
 
-    `policy` is a user's eviction policy, or None for the native one. `first_generation` is for
-    simulations; None selects a random number. `prompts_s` returns the seconds that the model has
-    spent on prompts since the start. `foreign` gives access to other engines' chunks on the same
-    targets; it is None if nothing is shared.
+    `policy` is a user's eviction policy, or None for the native one. `wall_clock` goes on while no
+    server runs, and dates what is retained on disk. `first_generation` is for simulations; None
+    selects a random number. `prompts_s` returns the seconds that the model has spent on prompts
+    since the start. `foreign` gives access to other engines' chunks on the same targets; it is None
+    if nothing is shared.
     """
 
     def __init__(
@@ -147,6 +157,7 @@ class ManagerCore:
         clock: Callable[[], float] = time.monotonic,
         policy: MakePolicy | None = None,
         *,
+        wall_clock: Callable[[], float] = time.time,
         first_generation: int | None = None,
         prompts_s: Callable[[], float] = lambda: 0.0,
         foreign: Foreign | None = None,
@@ -169,7 +180,7 @@ class ManagerCore:
         self.planned: LoadRecord | None = None  # the record of the load that was planned last
         #: Positions of groups whose bytes differ on ranks that should have equal bytes.
         self.unequal_groups: list[int] = []
-        self._clock = clock
+        self._clock, self._wall_clock = clock, wall_clock
         self._ledger = Ledger(config.world_size, clock, prompts_s)
         self._foreign = foreign
         #: The share tag that other engines' chunks must have to be loaded; empty for none.
@@ -196,6 +207,11 @@ class ManagerCore:
         incomplete = agreement.unadopted + len(entries) - adopted
         self._counters["adoption_chunks", "adopted"] += adopted
         self._counters["adoption_chunks", "incomplete"] += incomplete
+        #: Whether the file of sessions is outdated, and when it may be replaced.
+        self._is_unsaved, self._save_s = False, clock()
+        saved = SavedSessions.decode(agreement.sessions)
+        if len(saved.sessions) and len(entries):
+            self._restore_sessions(saved, entries)
 
     def _make_tiers(self, policy: MakePolicy | None) -> Tiers:
         config, slots = self.config, self.capacity.cache_slots
@@ -351,10 +367,44 @@ class ManagerCore:
         (1 to 100) retain less."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.retain(keys, *session, int(self._clock()) + seconds, priority)
+        self._is_unsaved = self.capacity.pool_slots_total > 0
 
     def drop_session(self, session: SessionIds) -> None:
         """Retain a session's chunks no longer. Nothing happens if there is no such session."""
-        self._tiers.drop_session(session.session)
+        if self._tiers.drop_session(session.session):
+            self._is_unsaved = self.capacity.pool_slots_total > 0
+
+    def _save_sessions(self) -> list[Command]:
+        """Return the command that saves the sessions, if it is due: at once, but not more often
+        than `_SAVES_PERIOD_S` and `_SAVES_SHARE` allow."""
+        now_s = self._clock()
+        if not self._is_unsaved or now_s < self._save_s:
+            return []
+        raw, generations = self._tiers.save_sessions()
+        sessions = np.frombuffer(raw, SESSION).copy()
+        until = sessions["until"].astype(np.int64) + int(self._wall_clock()) - int(now_s)
+        sessions["until"] = np.clip(until, 0, np.iinfo(np.uint32).max)  # the clock may be unset
+        content = SavedSessions(sessions, np.frombuffer(generations, np.uint64)).encode()
+        self._is_unsaved = False
+        took_s = self._clock() - now_s
+        self._save_s = now_s + max(_SAVES_PERIOD_S, took_s / _SAVES_SHARE)
+        return [SessionsCommand(content)]
+
+    def _restore_sessions(self, saved: SavedSessions, entries: AdoptedEntries) -> None:
+        """Retain what an earlier process retained, as far as it is adopted and has time left."""
+        now, wall = int(self._clock()), int(self._wall_clock())
+        order = np.argsort(entries.generations)
+        at = np.searchsorted(entries.generations, saved.generations, sorter=order)
+        rows = order[np.minimum(at, len(order) - 1)]
+        rows[entries.generations[rows] != saved.generations] = -1
+        every, size, end = entries.keys, entries.key_bytes, 0
+        for session, client, until, chunks, priority in saved.sessions.tolist():
+            of, end = rows[end : end + chunks].tolist(), end + chunks
+            keys = [every[row * size : (row + 1) * size] for row in of if row >= 0]
+            # The clock may have been set back.
+            left_s = min(until - wall, RETAIN_S_MAX)
+            if keys and left_s > 0:
+                self._tiers.retain(keys, session, client, now + left_s, priority)
 
     # -- load -------------------------------------------------------------------------
 
@@ -441,7 +491,7 @@ class ManagerCore:
         borrows = foreign is not None and foreign.is_used
         if borrows:
             self._attach()
-        commands = list(self._unsent)
+        commands = self._unsent + self._save_sessions()
         self._unsent.clear()
         writes = self._tiers.take_writes()
         if len(writes):
@@ -573,7 +623,7 @@ class ManagerCore:
         step."""
         if self._unsent or self._tiers.fetches_intended:
             return True
-        if count_writes and self._tiers.writes_intended:
+        if count_writes and (self._tiers.writes_intended or self._is_unsaved):
             return True
         oldest_s = self._clock() - self.config.report_deadline_s
         return any(

@@ -151,6 +151,8 @@ class Agreement:
     notes: tuple[str, ...] = ()
     #: The share tag at the start; empty if no later start may adopt the chunks written.
     tag: bytes = b""
+    #: The file of sessions that an earlier process retained.
+    sessions: bytes = b""
 
 
 def agree(hellos: Sequence[RankHello]) -> Agreement:
@@ -181,7 +183,8 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
         slots_of = np.array(capacity.pool_slots, np.int64)[target_of(entries.places)]
         in_range = slot_of(entries.places) < slots_of
         entries = entries if in_range.all() else _take(entries, np.flatnonzero(in_range))
-    return Agreement(capacity, entries, found - len(entries), (note,) if lost else (), tag)
+    unadopted, notes = found - len(entries), (note,) if lost else ()
+    return Agreement(capacity, entries, unadopted, notes, tag, first.sessions)
 
 
 def _set_sizes(hellos: Sequence[RankHello]) -> tuple[int, ...]:

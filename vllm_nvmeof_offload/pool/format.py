@@ -63,6 +63,12 @@ which chunks are adopted; all other chunks are ignored. Epochs are random. A sup
 replaced atomically (temporary file, fsync, rename, fsync of the directory). A directory whose
 superblock is missing or damaged counts as empty.
 
+The file `sessions` (`protocol.SavedSessions`), on the first target of rank 0, states which chunks
+are retained, as at its last replacement: 8s magic, u32 number of sessions, u32 number of chunks;
+per session u64 id, u32 client, u32 end (seconds since 1970), u32 chunks, u8 priority; then the
+chunks' u64 generations in that order, and the u32 CRC-32 of all. A generation that no adopted
+chunk has is ignored, and so is a file that is not intact.
+
 The directory's name is the digest of a keyspace: the facts under which KV bytes are
 interchangeable. Two servers share a pool directory only if all facts are equal. Facts describe the
 model and the geometry; names on disk contain no part of a prompt.
@@ -99,6 +105,8 @@ TABLE_FILE = "table"
 LOG_FILE = "log"  # `pool.log`
 SUPERBLOCK_FILE = "superblock"
 SUPERBLOCK_TEMPORARY = "superblock.new"
+SESSIONS_FILE = "sessions"
+SESSIONS_TEMPORARY = "sessions.new"
 LOCK_FILE = "lock"
 LEASE_FILE = "lease"
 
@@ -498,17 +506,21 @@ def _read_start(path: Path, size: int) -> bytes | None:
 
 
 def write_superblock(directory: Path, superblock: Superblock) -> None:
-    """Durably replace the directory's superblock. After an OSError the old one is still there.
+    """Replace the directory's superblock, as `replace_file` does."""
+    replace_file(directory, SUPERBLOCK_FILE, superblock.encode())
+
+
+def replace_file(directory: Path, name: str, content: bytes) -> None:
+    """Durably replace a file of the directory. After an OSError the old one is still there.
 
     A writer that was suspended or hung while another one wrote fails with ESTALE, because its file
     is no longer the one at that path.
     """
-    temporary = directory / SUPERBLOCK_TEMPORARY
+    temporary = directory / f"{name}.new"
     temporary.unlink(missing_ok=True)
     fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
-        page = superblock.encode()
-        if os.write(fd, page) != len(page):
+        if os.write(fd, content) != len(content):
             raise OSError(errno.ENOSPC, "short write", str(temporary))
         os.fsync(fd)
         if not _is_open_at(fd, temporary):
@@ -520,7 +532,7 @@ def write_superblock(directory: Path, superblock: Superblock) -> None:
         raise
     finally:
         os.close(fd)
-    temporary.rename(directory / SUPERBLOCK_FILE)
+    temporary.rename(directory / name)
     sync_directory(directory)
 
 

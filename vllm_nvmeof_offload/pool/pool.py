@@ -15,14 +15,22 @@ also waits for the write permit of the region's lease (`lease`).
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import CANCELLED, OK, Outcome, PoolError, io_error
-from vllm_nvmeof_offload.pool.folder import Folder
-from vllm_nvmeof_offload.pool.format import SlotPlace, Stamp, Superblock, write_superblock
+from vllm_nvmeof_offload.pool.folder import Folder, open_private
+from vllm_nvmeof_offload.pool.format import (
+    SESSIONS_FILE,
+    SlotPlace,
+    Stamp,
+    replace_file,
+    write_superblock,
+)
 from vllm_nvmeof_offload.pool.lease import DirectoryLock
 from vllm_nvmeof_offload.pool.log import LogFile, next_sequence
 from vllm_nvmeof_offload.pool.ownership import Claim, PoolSpec
@@ -99,16 +107,21 @@ class Background:
                 self._changed.wait()
 
 
-#: The threads per target: one writes its superblock, one its log, one closes files, and one is left
-#: if a superblock write of the target's last attachment hangs.
-_BACKGROUND_THREADS = 4
+#: The threads per target: one writes its superblock, one its log, one sessions, one closes files,
+#: and one is left if a superblock write of the target's last attachment hangs.
+_BACKGROUND_THREADS = 5
+#: The most bytes that are read of the file of sessions; a longer one is ignored.
+_SESSIONS_BYTES_MAX = 1 << 28
+#: Replaces a file of the directory at this path. May raise OSError.
+Replace = Callable[[Path], None]
 #: Called once, with OK, CANCELLED or an I/O error, on any thread, possibly the caller's.
 OnEnd = Callable[[Outcome], None]
 
 
 @dataclass(eq=False)
-class _SuperblockWriter:
-    """Writes one directory's superblock. `busy` states whether a thread is writing or hangs.
+class _FileWriter:
+    """Replaces one directory's superblock, or its sessions. `busy` states whether a thread is
+    writing or hangs.
 
     `changed` is notified when the writer is no longer busy.
     """
@@ -119,11 +132,11 @@ class _SuperblockWriter:
     await_permit: Callable[[Callable[[], bool]], bool]
     background: Background
     busy: bool = False
-    _next: tuple[Superblock, OnEnd] | None = None
+    _next: tuple[Replace, OnEnd] | None = None
 
-    def write(self, superblock: Superblock, on_end: OnEnd) -> None:
+    def write(self, replace_one: Replace, on_end: OnEnd) -> None:
         with self.changed:
-            replaced, self._next = self._next, (superblock, on_end)
+            replaced, self._next = self._next, (replace_one, on_end)
             idle, self.busy = not self.busy, True
         if replaced is not None:
             replaced[1](CANCELLED)
@@ -131,7 +144,7 @@ class _SuperblockWriter:
             self.background.run(self, self._run)
 
     def withdraw(self) -> None:
-        """Cancel the superblock that waits for a hung thread."""
+        """Cancel the write that waits for a hung thread."""
         with self.changed:
             waiting, self._next = self._next, None
         if waiting is not None:
@@ -140,13 +153,13 @@ class _SuperblockWriter:
     def _run(self) -> None:
         try:
             while (job := self._take()) is not None:
-                superblock, on_end = job
+                replace_one, on_end = job
                 # An exception other than OSError is a bug, but the write must end even then.
                 outcome = io_error(errno.EIO)
                 try:
                     if self.await_permit(lambda: self._next is None):
                         assert self.folder is not None
-                        write_superblock(self.folder.place, superblock)
+                        replace_one(self.folder.place)
                         outcome = OK
                     else:
                         outcome = CANCELLED if self._next else io_error(errno.ENODEV)
@@ -158,7 +171,7 @@ class _SuperblockWriter:
             self._end()
             raise
 
-    def _take(self) -> tuple[Superblock, OnEnd] | None:
+    def _take(self) -> tuple[Replace, OnEnd] | None:
         with self.changed:
             job, self._next = self._next, None
             if job is None:
@@ -230,7 +243,8 @@ class Pool:
         except RuntimeError as error:
             self._end_background()
             raise PoolError(f"cannot start the threads of the pool: {error}") from error
-        self._writers = [self._superblock_writer(target) for target in range(self.target_count)]
+        self._writers = [self._file_writer(target) for target in range(self.target_count)]
+        self._sessions, self._sessions_failed = self._file_writer(0), False
 
     @classmethod
     def open(cls, spec: PoolSpec, on_progress: Progress | None = None) -> Pool:
@@ -322,23 +336,53 @@ class Pool:
         this one while it waited for a hung write.
         """
         if self._slabs[target].is_open:
-            self._writers[target].write(self.superblocks[target], on_end)
+            superblock = self.superblocks[target]
+            self._writers[target].write(lambda at: write_superblock(at, superblock), on_end)
         else:
             on_end(io_error(errno.ENODEV))
 
-    def _superblock_writer(self, target: int) -> _SuperblockWriter:
+    def sessions(self) -> bytes:
+        """Return the content of rank 0's file of retained sessions; empty if it cannot be read."""
+        slab = self._slabs[0]
+        if self.superblocks[0].rank or not slab.is_open:
+            return b""
+        try:
+            with open(open_private(slab.place / SESSIONS_FILE, os.O_RDONLY), "rb") as file:
+                return file.read(_SESSIONS_BYTES_MAX)
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            logger.warning("the retained sessions in %s are lost: %s", slab.directory, error)
+            return b""
+
+    def save_sessions(self, content: bytes) -> None:
+        """Replace that file in the background; newer content replaces what waits for a hung write.
+        Nothing happens on other ranks, or while the target is lost."""
+
+        def on_end(outcome: Outcome) -> None:
+            failed = outcome not in (OK, CANCELLED)
+            if failed and not self._sessions_failed:  # or a full disk would log every second
+                logger.warning("sessions are not saved, and end with the server: %s", outcome)
+            self._sessions_failed = failed
+
+        if not self.superblocks[0].rank and self._slabs[0].is_open:
+            self._sessions.write(lambda at: replace_file(at, SESSIONS_FILE, content), on_end)
+
+    def _file_writer(self, target: int) -> _FileWriter:
         def await_permit(wanted: Callable[[], bool]) -> bool:
             return self.permits[target].wait(wanted)
 
         folder, background = self._slabs[target].folder, self.background[target]
-        return _SuperblockWriter(folder, self._written, await_permit, background)
+        return _FileWriter(folder, self._written, await_permit, background)
 
     def await_superblocks(self, timeout_s: float) -> bool:
-        """Wait until no superblock is being written; False if one still is."""
+        """Wait until no superblock, and no file of sessions, is being written; False if one still
+        is."""
         with self._written:
-            return self._written.wait_for(
-                lambda: not any(writer.busy for writer in self._writers), timeout_s
-            )
+            return self._written.wait_for(lambda: not self._is_writing(), timeout_s)
+
+    def _is_writing(self) -> bool:
+        return any(writer.busy for writer in (*self._writers, self._sessions))
 
     def _new_epoch(self, *others: int) -> int:
         """Return an epoch that no superblock and no write has, and that is not in `others`."""
@@ -369,7 +413,10 @@ class Pool:
         # cancelled, because the prober updates the new files.
         self._writers[target].withdraw()
         old_slab, self._slabs[target] = self._slabs[target], slab
-        self._writers[target] = self._superblock_writer(target)
+        self._writers[target] = self._file_writer(target)
+        if not target:
+            self._sessions.withdraw()
+            self._sessions = self._file_writer(0)
         region = self._claim.regions[target]
         old_lock, region.lock = region.lock, lock
 
@@ -389,7 +436,7 @@ class Pool:
         """
         if self._closed:
             return
-        abandon = abandon or any(writer.busy for writer in self._writers)
+        abandon = abandon or self._is_writing()
         self._closed = True
         self._end_background()
         self._claim.release(keep_descriptors=abandon)

@@ -19,6 +19,8 @@ from vllm_nvmeof_offload.pool.folder import Folder, open_private
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     LOG_FILE,
+    SESSIONS_FILE,
+    SESSIONS_TEMPORARY,
     SLAB_FILE,
     SUPERBLOCK_FILE,
     SUPERBLOCK_TEMPORARY,
@@ -82,7 +84,7 @@ class Slab:
 
     def wipe(self) -> None:
         """Remove all content, so that no old header and no old entry can be read."""
-        for name in (SUPERBLOCK_FILE, SUPERBLOCK_TEMPORARY):
+        for name in (SUPERBLOCK_FILE, SUPERBLOCK_TEMPORARY, SESSIONS_FILE, SESSIONS_TEMPORARY):
             (self.place / name).unlink(missing_ok=True)
         for fd in (self.log_fd, self.table_fd, self.buffered_fd):
             os.ftruncate(fd, 0)

@@ -163,11 +163,11 @@ def build_worker(
         volatile=identity.volatile,
         replica=identity.replica.index if identity.replica.count > 1 else None,
         lease_name=pool.lease_name if pool else "",
+        sessions=pool.sessions() if pool else b"",
     )
     for line in kv_device.warnings:
         logger.warning("%s", line)
-    worker = RankWorker(runner, geometry, copy, io, staging, pool, watcher, regions, links)
-    return worker, hello
+    return RankWorker(runner, geometry, copy, io, staging, pool, watcher, regions, links), hello
 
 
 def _checksum_at(tuning: Tuning, geometry: CacheGeometry) -> tuple[str, tuple[str, ...]]:

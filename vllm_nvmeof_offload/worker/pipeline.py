@@ -52,6 +52,7 @@ from vllm_nvmeof_offload.protocol import (
     RateReport,
     Report,
     ResetCommand,
+    SessionsCommand,
     StoreCommand,
     Urgency,
     VerdictReport,
@@ -226,6 +227,8 @@ class TransferPipeline:
             case WriteCommand():
                 what = command.op, OpKind.WRITE, Urgency.WRITE, command.batch
                 self._begin(*what, command.clients)
+            case SessionsCommand():
+                self._io.save_sessions(command.content)
             case FetchCommand():
                 self._begin(command.op, OpKind.FETCH, command.urgency, command.batch)
             case ResetCommand():

@@ -292,6 +292,9 @@ class FaultyIoEngine:
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
         return self._inner.begin_reset(tag, named)
 
+    def save_sessions(self, content: bytes) -> None:
+        self._inner.save_sessions(content)
+
     def attach(self) -> Lanes:
         return lanes_of(self)
 

@@ -29,6 +29,7 @@ from vllm_nvmeof_offload.protocol import (
 #: (pool slot of the only target, generation, number of the key).
 Entries = Sequence[tuple[int, int, int]]
 KEY_BYTES = 12
+DAY_S = 86_400.0
 GROUPS = (Group(0, GroupKind.FULL, 1),)
 
 
@@ -100,13 +101,14 @@ def hello(rank: int, cache: int, pool: int, entries: Entries, **changes: object)
 
 
 class Core(ManagerCore):
-    """A core that remembers what it has sent. batches: by op."""
+    """A core that remembers what it has sent. batches: by op; others: commands without batches."""
 
     batches: dict[int, ChunkBatch]
+    others: list[Command]
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self.batches = {}
+        self.batches, self.others = {}, []
 
     def prepare_store(self, keys: Sequence[bytes], *more: Any, **again: Any) -> StorePlan:
         plan = super().prepare_store(keys, *more, **again)
@@ -125,6 +127,7 @@ class Core(ManagerCore):
         commands = super().take_commands()
         sent = (c for c in commands if isinstance(c, WriteCommand | FetchCommand))
         self.batches.update({command.op: command.batch for command in sent})
+        self.others += [c for c in commands if not isinstance(c, WriteCommand | FetchCommand)]
         return commands
 
 
@@ -139,19 +142,26 @@ class Bench:
         targets: int = 1,
         tokens_per_chunk: int = 1,
         foreign: Foreign | None = None,
+        entries: Entries = (),
+        sessions: bytes = b"",
+        wall_s: float = 0.0,
         **config: object,
     ) -> None:
+        """entries, sessions: what an earlier process has left. wall_s: what the wall clock shows at
+        first, without a day."""
         self.now_s = 0.0
         self.ranks = ranks
         #: Seconds in which the model has computed prompts.
         self.prompts_s = 0.0
-        agreement = agree([hello(r, cache, pool, (), target_count=targets) for r in range(ranks)])
+        more = {"target_count": targets, "sessions": sessions}
+        agreement = agree([hello(r, cache, pool, entries, **more) for r in range(ranks)])
         assert agreement.notes == ()
         groups = (Group(0, GroupKind.FULL, tokens_per_chunk),)
         self.core = Core(
             CoreConfig(ranks, KEY_BYTES, groups, **config),  # type: ignore[arg-type]
             agreement,
             lambda: self.now_s,
+            wall_clock=lambda: DAY_S + wall_s + self.now_s,
             first_generation=100,
             prompts_s=lambda: self.prompts_s,
             foreign=foreign,

@@ -14,8 +14,9 @@ import pytest
 
 from vllm_nvmeof_offload.manager.core import SessionIds, Source
 from vllm_nvmeof_offload.native import Tiers
+from vllm_nvmeof_offload.protocol import SavedSessions, SessionsCommand, slot_of
 
-from .bench import KEY_BYTES, Bench, keys_of
+from .bench import KEY_BYTES, Bench, keys_of, numbers_of
 from .test_entry_memory import resident_bytes
 
 A, B, OTHER = SessionIds(1, 7), SessionIds(2, 7), SessionIds(3, 8)
@@ -26,6 +27,11 @@ class Serving:
 
     def __init__(self, pool: int = 32, **config: Any) -> None:
         self.bench = Bench(cache=16, pool=pool, **config)
+
+    @property
+    def files(self) -> list[bytes]:
+        """What the commands wrote to the file of sessions."""
+        return [one.content for one in self.bench.core.others if isinstance(one, SessionsCommand)]
 
     def serve(self, *numbers: int, session: SessionIds | None = None, **asked: Any) -> None:
         self.bench.core.turn()
@@ -39,6 +45,7 @@ class Serving:
             how = {"seconds": 60, "priority": 50, **asked}
             core.retain(keys_of(*numbers), None, session, how["seconds"], how["priority"])
         core.turn()
+        self.bench.write_all()
 
     def press(self, requests: int = 40, first: int = 1000) -> None:
         """Serve requests with other chunks, more than both tiers hold."""
@@ -179,6 +186,110 @@ def test_a_reset_ends_all_sessions_and_a_share_of_0_retains_nothing() -> None:
     assert serving.sessions == 0
     serving.press()
     assert serving.found(1, 2) == []
+
+
+def saved(serving: Serving) -> bytes:
+    """The last content of the file of sessions."""
+    serving.bench.now_s += 1000  # whatever bounds the period
+    serving.bench.write_all()
+    return serving.files[-1]
+
+
+def restarted(before: Serving, sessions: bytes, later_s: float = 0.0, **config: Any) -> Serving:
+    """The next server on the same pool, whose clock begins anew."""
+    pooled = [entry for entry in before.bench.core.entries() if entry.place >= 0]
+    entries = [(slot_of(e.place), e.generation, numbers_of(e.key)[0]) for e in pooled]
+    wall_s = before.bench.now_s + later_s
+    after = Serving(entries=sorted(entries), sessions=sessions, wall_s=wall_s, **config)
+    assert after.bench.core.gauges()["entries"] == len(entries)
+    return after
+
+
+def test_a_session_survives_a_restart_until_its_time_has_passed() -> None:
+    serving = Serving()
+    serving.serve(1, 2, 3, session=A, seconds=5000)
+    serving.serve(3, 4, session=B, seconds=5060)
+    serving.serve(5, 6, session=SessionIds(4, 7), seconds=5000)
+    serving.serve(7, 8)
+    serving.bench.core.drop_session(SessionIds(4, 7))
+    after = restarted(serving, saved(serving))
+    assert (after.sessions, after.retained) == (2, (0, 4))
+    after.press()
+    assert after.found(*range(1, 9)) == [1, 2, 3, 4]
+    after.bench.now_s += 4000  # 1000 have passed before the restart
+    after.press(first=2000)
+    assert after.found(1, 2, 3, 4) == [3, 4]
+    late = restarted(serving, saved(serving), later_s=3030)  # 2000 have passed before the outage
+    assert late.sessions == 1
+    late.press()
+    assert late.found(1, 2, 3, 4) == [3, 4]
+
+
+def test_sessions_come_back_with_their_clients_priorities_and_names() -> None:
+    serving = Serving(retain_share=0.25)
+    serving.serve(1, 2, 3, 4, session=A, seconds=5000, priority=10)
+    serving.serve(5, 6, session=OTHER, seconds=5000)
+    after = restarted(serving, saved(serving), retain_share=0.25)
+    after.serve(*range(10, 16), session=B, priority=20)
+    after.press()
+    assert after.found(1, 2, 3, 4) == [1, 2], "from the end of the one of lower priority"
+    assert after.found(*range(10, 16), 5, 6) == [*range(10, 16), 5, 6]
+    after.bench.core.drop_session(A)
+    after.press(first=2000)
+    assert after.found(1, 2, 5, 6) == [5, 6]
+
+
+def test_what_is_not_adopted_is_not_retained_and_a_clock_set_back_keeps_nothing_for_years() -> None:
+    serving = Serving()
+    serving.serve(1, 2, session=A, seconds=5000)
+    content = saved(serving)
+    serving.bench.core.reset()
+    assert restarted(serving, content).sessions == 0
+    assert Serving(sessions=content[:-1] + b"x").sessions == 0
+    serving = Serving()
+    serving.serve(1, 2, session=A, seconds=7 * 24 * 3600)
+    after = restarted(serving, saved(serving), later_s=-1e5, retain_share=0.5)
+    assert after.sessions == 1
+    after.bench.now_s += 7 * 24 * 3600
+    after.bench.core.turn()
+    assert after.sessions == 0
+    assert restarted(serving, saved(serving), retain_share=0.0).sessions == 0
+
+
+def test_sessions_are_saved_at_once_but_not_twice_a_second() -> None:
+    serving = Serving(pool=1024, retain_share=0.5)
+    serving.serve(1, session=A)
+    assert len(serving.files) == 1
+    for number in range(2, 12):
+        serving.serve(number, session=B)
+    assert len(serving.files) == 1
+    assert serving.bench.core.has_pending_work(), "so that the rest is saved without a request"
+    assert not serving.bench.core.has_pending_work(count_writes=False)
+    serving.bench.now_s += 1
+    serving.serve()
+    assert len(serving.files) == 2
+    assert SavedSessions.decode(serving.files[-1]).sessions["chunks"].tolist() == [1, 10]
+    serving.bench.now_s += 10
+    serving.serve(50)
+    serving.bench.core.drop_session(SessionIds(99, 7))
+    serving.serve(51)
+    assert len(serving.files) == 2, "nothing has changed"
+    serving.bench.core.drop_session(A)
+    serving.serve(52)
+    assert SavedSessions.decode(serving.files[-1]).sessions["id"].tolist() == [B.session]
+
+
+def test_a_clock_that_was_never_set_costs_the_sessions_and_nothing_else() -> None:
+    serving = Serving(wall_s=-1e6)
+    serving.serve(1, session=A)
+    assert SavedSessions.decode(serving.files[-1]).sessions["until"].tolist() == [0]
+
+
+def test_nothing_is_saved_without_a_pool() -> None:
+    serving = Serving(pool=0)
+    serving.serve(1, session=A)
+    assert (serving.sessions, serving.files) == (1, [])
+    assert not serving.bench.core.has_pending_work()
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -150,6 +150,9 @@ class FakeIo:
         named_epoch, unnamed = self._resets, NO_EPOCH - self._resets
         return Stamp(named_epoch if named else unnamed, tag), Stamp(unnamed, tag)
 
+    def save_sessions(self, content: bytes) -> None:
+        self.saved_sessions = content
+
     def attach(self) -> Lanes:
         return lanes_of(self)
 

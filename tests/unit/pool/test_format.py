@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import random
 import struct
+import zlib
 from dataclasses import replace
 
 import numpy as np
@@ -36,7 +37,7 @@ from vllm_nvmeof_offload.pool.format import (
     share_tag,
     verify,
 )
-from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.protocol import SESSION, SavedSessions, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 
 keys = st.binary(min_size=1, max_size=KEY_BYTES_MAX)
@@ -264,6 +265,27 @@ def test_a_client_is_read_back_unless_the_key_is_too_long(key_bytes: int) -> Non
 def test_salts_have_numbers_and_none_is_unknown() -> None:
     salts = ["", "a", "b", "\ud800"]
     assert len({client_of(salt) for salt in salts} | {0}) == 5
+
+
+def saved(*sessions: tuple[int, int, int, list[int], int]) -> SavedSessions:
+    rows = [(one, client, until, len(of), high) for one, client, until, of, high in sessions]
+    generations = [generation for *_, of, _ in sessions for generation in of]
+    return SavedSessions(np.array(rows, SESSION), np.array(generations, np.uint64))
+
+
+def test_saved_sessions_are_read_back_and_a_file_that_is_not_intact_has_none() -> None:
+    content = saved((1 << 63, 7, 1_800_000_000, [5, 1 << 63], 99), (2, 8, 9, [], 1)).encode()
+    found = SavedSessions.decode(content)
+    assert found.sessions.tolist() == [(1 << 63, 7, 1_800_000_000, 2, 99), (2, 8, 9, 0, 1)]
+    assert found.generations.tolist() == [5, 1 << 63]
+    flipped = (
+        content[:at] + bytes([content[at] ^ 4]) + content[at + 1 :] for at in range(len(content))
+    )
+    longer = (content + bytes(4), content + content, content[:-1], content[4:])
+    foreign = b"vNVMeSE\0" + (3).to_bytes(4, "little") + bytes(4)
+    signed = foreign + zlib.crc32(foreign).to_bytes(4, "little")
+    for raw in (b"", b"x", *flipped, *longer, signed, bytes(100)):
+        assert SavedSessions.decode(raw).encode() == SavedSessions.decode(b"").encode()
 
 
 def test_every_bit_flip_of_a_table_entry_is_detected() -> None:

@@ -589,6 +589,74 @@ def test_a_write_that_the_disk_refuses_is_an_io_error(open_pool: OpenPool) -> No
     assert entries(open_pool()) == {}
 
 
+# -- retained sessions ----------------------------------------------------------------
+
+
+def test_sessions_are_replaced_and_are_there_for_the_next_start(open_pool: OpenPool) -> None:
+    pool = open_pool(2)
+    assert pool.sessions() == b""
+    for content in (b"one", b"another"):
+        pool.save_sessions(content)
+        assert pool.await_superblocks(120.0)
+    path = pool.directories[0] / "sessions"
+    assert (path.read_bytes(), path.stat().st_mode & 0o777) == (b"another", 0o600)
+    assert not (pool.directories[1] / "sessions").exists()
+    pool = open_pool(2)
+    assert pool.sessions() == b"another"
+    path.chmod(0o666)
+    assert pool.sessions() == b"", "others may have written it"
+    path.chmod(0o600)
+    pool.exchange(0, None, None)()
+    pool.save_sessions(b"lost with the target")
+    assert pool.await_superblocks(120.0)
+    assert (pool.sessions(), path.read_bytes()) == (b"", b"another")
+    pool = open_pool(2, payload_bytes=PAYLOAD_BYTES + 4096)
+    assert pool.sessions() == b"", "of a pool of another shape"
+    pool = open_pool(2, rank=1, world_size=2)
+    pool.save_sessions(b"of rank 1")
+    assert pool.await_superblocks(120.0)
+    assert not (pool.directories[0] / "sessions").exists()
+
+
+def test_sessions_that_cannot_be_saved_are_logged_once(
+    open_pool: OpenPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = open_pool(1)
+    blocker = pool.directories[0] / "sessions.new"
+
+    def save() -> int:
+        pool.save_sessions(b"content")
+        assert pool.await_superblocks(120.0)
+        return caplog.text.count("sessions are not saved")
+
+    blocker.mkdir()
+    assert [save(), save()] == [1, 1]
+    blocker.rmdir()
+    assert save() == 1
+    blocker.mkdir()
+    assert save() == 2
+
+
+def test_sessions_that_hang_delay_no_reset_and_only_the_newest_follow(
+    open_pool: OpenPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, gate, written = open_pool(1), threading.Event(), list[bytes]()
+
+    def replace_file(directory: Path, name: str, content: bytes) -> None:
+        written.append(content)
+        gate.wait()
+
+    monkeypatch.setattr(superblock_writer, "replace_file", replace_file)
+    pool.save_sessions(b"0")
+    wait_until("the write that hangs", lambda: written == [b"0"])
+    for number in range(1, 5):
+        pool.save_sessions(b"%d" % number)
+    assert reset(pool, TAG).outcomes == [OK]
+    gate.set()
+    assert pool.await_superblocks(120.0)
+    assert written == [b"0", b"4"]
+
+
 # -- a reset whose superblock one target does not take, for now or at all -------------
 
 

@@ -469,6 +469,14 @@ void bind_retention(nb::class_<Tiers>& type) {
       .def("drop_session",
            [](Tiers& tiers, uint64_t session) { return tiers.sessions.drop(session); })
       .def("expire", &Tiers::expire)
+      .def("save_sessions",
+           [](const Tiers& tiers) {
+             std::vector<SavedSession> sessions;
+             std::vector<uint64_t> generations;
+             tiers.sessions.save(sessions, generations);
+             return std::pair(nb::bytes(sessions.data(), sessions.size() * sizeof(SavedSession)),
+                              nb::bytes(generations.data(), generations.size() * sizeof(uint64_t)));
+           })
       .def_prop_ro("retained", &Tiers::retained)
       .def_prop_ro("sessions", [](const Tiers& tiers) { return tiers.sessions.size(); });
 }

@@ -419,6 +419,18 @@ class Slots {
   Slot used_ = 0;  // slots with users
 };
 
+// A session as it is kept on disk (`pool/format.py`), followed there by its chunks' generations.
+#pragma pack(push, 1)
+struct SavedSession {
+  uint64_t id;
+  uint32_t client;
+  uint32_t until;
+  uint32_t chunks;
+  uint8_t priority;
+};
+#pragma pack(pop)
+static_assert(sizeof(SavedSession) == 21);
+
 // The chunks that requests ask to retain for a time, by session. A session retains the chunks of
 // all its requests until it expires or is dropped; a chunk, until the last of its sessions ends.
 //
@@ -575,6 +587,22 @@ class Sessions {
       uncount(row);
     }
     if (rows_[row].client) rows_[row].client = 0;
+  }
+
+  // Add the sessions that go on, and the generations of their chunks in the order of the sessions.
+  void save(std::vector<SavedSession>& sessions, std::vector<uint64_t>& generations) const {
+    for (size_t name = 0; name < kNames; ++name)
+      for (uint32_t one = named_[name]; one != 0; one = sessions_[one - 1].named.next) {
+        const Session& session = sessions_[one - 1];
+        if (session.until <= now_) continue;
+        const size_t before = generations.size();
+        for (uint32_t at = session.last; at != kNone; at = references_[at].next)
+          if (holds(references_[at]))
+            generations.push_back((*index_)[references_[at].row].generation);
+        std::reverse(generations.begin() + static_cast<ptrdiff_t>(before), generations.end());
+        const auto chunks = static_cast<uint32_t>(generations.size() - before);
+        sessions.push_back({session.id, session.client, session.until, chunks, session.priority});
+      }
   }
 
   void clear() {
