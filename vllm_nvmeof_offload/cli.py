@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, fields
 from inspect import signature
@@ -445,13 +446,22 @@ def check_pools(
 def remove_pool(
     which: Which,
     target: Targets = None,
+    salt: Annotated[
+        str | None,
+        typer.Option(
+            help="Only overwrite the chunks of requests with this cache_salt; -: read it from "
+            "standard input. Exit code 1 if the salt of other chunks is unknown."
+        ),
+    ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Remove a pool, unless a live server holds it. Deletes only files of this program."""
     from vllm_nvmeof_offload.commands.pool import show
 
-    show.remove(show.choose(target, which), yes, as_json)
+    if salt == "-":
+        salt = sys.stdin.readline().rstrip("\n")
+    raise typer.Exit(show.remove(show.choose(target, which), yes, as_json, salt))
 
 
 @pool_app.command("prune")

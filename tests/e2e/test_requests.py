@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import gzip
 import http.server
+import itertools
 import json
 import os
 import re
 import shutil
 import subprocess
+import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -25,6 +28,7 @@ from vllm_nvmeof_bench.servers.server import MODEL_NAME, Server
 from tests.e2e import servers as rig
 from tests.e2e.servers import LOADED
 from tests.process import wait_until
+from vllm_nvmeof_offload.protocol import SavedSessions
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "requests.md"
 HINTS = "vllm:nvmeof_kv_hints_total"
@@ -168,55 +172,138 @@ def complete(server: Server, prompt: list[int], salt: str, **ours: object) -> di
     return answer
 
 
-def test_a_session_outlives_pressure_until_its_time_or_its_end(tmp_path: Path) -> None:
-    """Four prompts of 15 or 16 chunks, of two tenants, in a pool of 80 chunks. Eight other prompts
-    evict all that is not retained. A tenant may retain 32 chunks: two sessions."""
-    prompts, chunks = rig.prompts(count=12), rig.PROMPT_TOKENS // rig.CHUNK_TOKENS
-    asked, others = prompts[:8:2], [prompts[1], *prompts[8:], *prompts[3:8:2]]
-    spec = rig.spec(tmp_path / "pool", pool_bytes=80 * rig.SLOT_BYTES, retain_share=0.4)
+class Tenants:
+    """Requests with salts to one server after the other, whose answers never change."""
 
-    def press() -> None:
-        for prompt in others:
-            complete(server, prompt, "others")
-        rig.forget_gpu(server)
+    server: Server
 
-    def loaded(prompt: list[int], salt: str) -> int:
-        """The whole chunks of the prompt that are loaded; the answer is the first one."""
-        before = rig.metrics(server)
-        answer = complete(server, prompt, salt)["choices"][0]
-        assert answer["token_ids"] == first[salt, prompts.index(prompt)]
-        sources = ("cpu", "pool")
-        tokens = sum(rig.grown(server, before, LOADED, source=source) for source in sources)
-        rig.forget_gpu(server)
-        return int(tokens) // rig.CHUNK_TOKENS
+    def __init__(self, prompts: list[list[int]], others: list[list[int]]) -> None:
+        self._prompts, self._others = prompts, others
+        self._first: dict[tuple[str, int], list[int]] = {}
 
-    def ask(prompt: list[int], salt: str, **ours: object) -> str:
-        answer = complete(server, prompt, salt, **ours)
-        first[salt, prompts.index(prompt)] = answer["choices"][0]["token_ids"]
+    def ask(self, prompt: list[int], salt: str, **ours: object) -> str:
+        """Return what became of the retention that was asked for."""
+        answer = complete(self.server, prompt, salt, **ours)
+        self._first[salt, self._prompts.index(prompt)] = answer["choices"][0]["token_ids"]
         nvmeof: dict[str, str] = (answer["kv_transfer_params"] or {}).get("nvmeof", {})
         return nvmeof.get("retention", "")
 
-    first: dict[tuple[str, int], list[int]] = {}
+    def drop(self, salt: str, session: str) -> None:
+        drop = {"retain_s": 0, "session": session}
+        assert complete(self.server, [5, 6, 7], salt, **drop)["kv_transfer_params"]
+
+    def press(self) -> None:
+        """Ask the others, which fill both tiers."""
+        for prompt in self._others:
+            complete(self.server, prompt, "others")
+        rig.forget_gpu(self.server)
+
+    def loaded(self, prompt: list[int], salt: str) -> int:
+        """The whole chunks of the prompt that are loaded; the answer is the first one."""
+        before = rig.metrics(self.server)
+        answer = complete(self.server, prompt, salt)["choices"][0]
+        assert answer["token_ids"] == self._first[salt, self._prompts.index(prompt)]
+        sources = ("cpu", "pool")
+        tokens = sum(rig.grown(self.server, before, LOADED, source=source) for source in sources)
+        rig.forget_gpu(self.server)
+        return int(tokens) // rig.CHUNK_TOKENS
+
+
+CHUNKS = rig.PROMPT_TOKENS // rig.CHUNK_TOKENS
+
+
+def test_a_session_outlives_pressure_until_its_time_or_its_end(tmp_path: Path) -> None:
+    """Four prompts of 15 or 16 chunks, of two tenants, in a pool of 80 chunks. Eight other prompts
+    evict all that is not retained. A tenant may retain 32 chunks: two sessions."""
+    prompts = rig.prompts(count=12)
+    asked, others = prompts[:8:2], [prompts[1], *prompts[8:], *prompts[3:8:2]]
+    spec = rig.spec(tmp_path / "pool", pool_bytes=80 * rig.SLOT_BYTES, retain_share=0.4)
+    tenants = Tenants(prompts, others)
     with rig.start(spec, "retained") as server:
-        assert ask(asked[0], "a", retain_s=3600, session="kept") == "retain"
-        assert ask(asked[1], "a", retain_s=3600, session="dropped") == "retain"
-        assert ask(asked[2], "b", retain_s=1, session="kept") == "retain"
-        assert ask(asked[3], "b") == ""
-        assert ask(asked[3], "b", retain_s=-1) == "malformed"
-        drop = {"retain_s": 0, "session": "dropped"}
-        assert complete(server, [5, 6, 7], "a", **drop)["kv_transfer_params"]
-        # The same name under another salt is another session.
-        assert complete(server, [5, 6, 7], "b", retain_s=0, session="kept")
+        tenants.server = server
+        assert tenants.ask(asked[0], "a", retain_s=3600, session="kept") == "retain"
+        assert tenants.ask(asked[1], "a", retain_s=3600, session="dropped") == "retain"
+        assert tenants.ask(asked[2], "b", retain_s=1, session="kept") == "retain"
+        assert tenants.ask(asked[3], "b") == ""
+        assert tenants.ask(asked[3], "b", retain_s=-1) == "malformed"
+        tenants.drop("a", "dropped")
+        tenants.drop("b", "kept")  # the same name under another salt is another session
         wait_until(
             "the second's end", lambda: rig.settle(server).value(RETAINED, tier="pool") <= 15
         )
-        press()
-        assert loaded(asked[0], "a") == chunks, "retained"
-        assert loaded(asked[1], "a") == 0, "dropped by its name"
-        assert loaded(asked[2], "b") == 0, "its time has passed"
-        assert loaded(asked[3], "b") == 0, "nothing was asked for"
-        press()
-        assert loaded(asked[0], "a") == chunks, "still"
+        tenants.press()
+        assert tenants.loaded(asked[0], "a") == CHUNKS, "retained"
+        assert tenants.loaded(asked[1], "a") == 0, "dropped by its name"
+        assert tenants.loaded(asked[2], "b") == 0, "its time has passed"
+        assert tenants.loaded(asked[3], "b") == 0, "nothing was asked for"
+        tenants.press()
+        assert tenants.loaded(asked[0], "a") == CHUNKS, "still"
+
+
+def test_a_session_outlives_a_killed_server_until_its_time_or_its_end(tmp_path: Path) -> None:
+    """As above, but the server is killed before the pressure."""
+    prompts, pool = rig.prompts(count=12), tmp_path / "pool"
+    asked, others = prompts[:6:2], [prompts[1], *prompts[8:], *prompts[3:8:2]]
+    spec = rig.spec(pool, pool_bytes=80 * rig.SLOT_BYTES, retain_share=0.4)
+    tenants = Tenants(prompts, others)
+
+    def saved() -> int:
+        files = list(pool.glob("*/engine-0/rank-0/sessions"))
+        return len(SavedSessions.decode(files[0].read_bytes()).sessions) if files else 0
+
+    with rig.start(spec, "kept") as server:
+        tenants.server = server
+        assert tenants.ask(asked[0], "a", retain_s=3600, session="kept") == "retain"
+        assert tenants.ask(asked[1], "a", retain_s=3600, session="dropped") == "retain"
+        assert tenants.ask(asked[2], "b", retain_s=20, session="short") == "retain"
+        ends_s = time.time() + 20
+        wait_until("all three on disk", lambda: saved() == 3)
+        tenants.drop("a", "dropped")
+        wait_until("the drop on disk", lambda: saved() == 2)
+        server.kill()
+    wait_until("the end of the short one", lambda: time.time() > ends_s)
+    with rig.start(spec, "kept again") as server:
+        tenants.server = server
+        tenants.press()
+        assert tenants.loaded(asked[0], "a") == CHUNKS, "retained"
+        assert tenants.loaded(asked[1], "a") == 0, "dropped before the server was killed"
+        assert tenants.loaded(asked[2], "b") == 0, "its time passed while no server ran"
+        tenants.press()
+        assert tenants.loaded(asked[0], "a") == CHUNKS, "still"
+
+
+def test_one_tenants_chunks_are_removed_from_a_pool(tmp_path: Path) -> None:
+    prompts, pool = rig.prompts(count=4), tmp_path / "pool"
+    spec, tenants = rig.spec(pool), Tenants(prompts, [])
+
+    def remove() -> subprocess.CompletedProcess[str]:
+        (keyspace,) = pool.glob("*/engine-0")
+        command = ["pool", "rm", str(keyspace.parent), "--salt", "-", "--yes", "--json"]
+        return subprocess.run(
+            [sys.executable, "-m", "vllm_nvmeof_offload.cli", *command],
+            input="a\n",
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+        )
+
+    with rig.start(spec, "two tenants") as server:
+        tenants.server = server
+        for prompt, salt in itertools.product(prompts[::2], ("a", "b")):
+            tenants.ask(prompt, salt)
+        running = remove()
+        assert running.returncode and "is in use" in running.stderr
+    removed = remove()
+    assert removed.returncode == 0, removed.stderr
+    report = json.loads(removed.stdout)
+    assert sum(one["removed"] for one in report["removed"]) == 2 * CHUNKS
+    assert report["unknown"] == 0
+    with rig.start(spec, "one tenant") as server:
+        tenants.server = server
+        for prompt in prompts[::2]:
+            assert tenants.loaded(prompt, "a") == 0
+            assert tenants.loaded(prompt, "b") == CHUNKS
 
 
 def documented_answer() -> Any:

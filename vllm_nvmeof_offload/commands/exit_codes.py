@@ -10,8 +10,8 @@ from __future__ import annotations
 EXIT_CODES = {
     0: "success; nothing needs attention",
     1: "doctor: works, but slower or less resilient than it could be; pool check: all damage was "
-    "repaired; pool rm, pool prune: not confirmed; try: the prompt was not loaded, or the answers "
-    "differ; bench --check, demo: a goal was missed",
+    "repaired; pool rm, pool prune: not confirmed, or chunks of unknown salt left; try: the prompt "
+    "was not loaded, or the answers differ; bench --check, demo: a goal was missed",
     2: "failure: an option, a configuration or a file was rejected, or the command failed; "
     "doctor: something cannot run",
     4: "pool check: damage remains; the damaged chunks are recomputed",

@@ -9,10 +9,11 @@ import mmap
 import select
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 from tests.chunks import number_in, place_in
 from tests.slots import read_slot, write_slot
@@ -110,9 +111,12 @@ sys.stdin.read()
 
 
 def write_pool(
-    *targets: Path, stored: dict[int, SlotIdentity] = STORED, **changes: object
+    *targets: Path,
+    stored: dict[int, SlotIdentity] = STORED,
+    clients: Mapping[int, int] = MappingProxyType({}),
+    **changes: object,
 ) -> tuple[Path, ...]:
-    """Write `stored` with an engine; return the rank's directories."""
+    """Write `stored` with an engine; return the rank's directories. clients: by slot."""
     spec = replace(make_spec(*targets), keyspace=KEYSPACE, **changes)  # type: ignore[arg-type]
     pool = Pool.open(spec)
     memory = mmap.mmap(-1, SLOT_BYTES * max(1, len(stored)))
@@ -131,7 +135,7 @@ def write_pool(
             identity,
             PAYLOAD_BYTES,
         )
-        ops.append(IoOp(number, *what, stamp=pool.stamp))
+        ops.append(IoOp(number, *what, stamp=pool.stamp, client=clients.get(slot, 0)))
     engine.submit(ops)
     done = 0
     while done < len(ops):

@@ -24,6 +24,7 @@ from vllm_nvmeof_offload.pool import lease, ownership
 from vllm_nvmeof_offload.pool.format import (
     FORMAT_VERSION,
     Keyspace,
+    client_of,
     read_superblock,
     share_tag,
     write_superblock,
@@ -314,6 +315,30 @@ def test_rm_takes_all_targets_ranks_and_engines_of_one_keyspace_only(tmp_path: P
     assert sum(one["freed_bytes"] for one in removed) >= 3 * 16 * SLOT_BYTES
     assert [row["model"] for row in run_json("ls", *words)["pools"]] == ["other"]
     assert list(places[1].iterdir()) == []
+
+
+def test_rm_with_a_salt_takes_one_tenants_chunks_and_counts_those_of_unknown_salt(
+    tmp_path: Path,
+) -> None:
+    clients = dict.fromkeys(STORED, client_of("other")) | {2: client_of("tenant")}
+    (directory,) = write_pool(tmp_path, clients=clients)
+    words = ["rm", directory, "--salt"]
+    assert "Remove the chunks of this salt" in run(*words, "tenant", code=1, input="n\n").stderr
+    assert adopted(tmp_path) == STORED
+    assert "--salt is empty" in refused(*words, "", "--yes")
+    with server(tmp_path):
+        assert "stop that server first" in refused(*words, "tenant", "--yes")
+    result = run(*words, "-", "--yes", input="tenant\n")
+    assert "overwrote 1 slots" in result.stdout
+    left = {slot: identity for slot, identity in STORED.items() if slot != 2}
+    assert adopted(tmp_path) == left
+    (again,) = run_json(*words, "tenant", "--yes")["removed"]
+    assert again == {"directory": str(directory), "removed": 0, "unknown": 0}
+    write_pool(tmp_path, stored={2: STORED[2]})  # as an earlier release does
+    result = run(*words, "tenant", "--yes", code=1)
+    assert result.stderr.startswith("1 other slots hold chunks whose salt is unknown")
+    assert run_json(*words, "tenant", "--yes", code=1)["unknown"] == 1
+    assert adopted(tmp_path) == STORED
 
 
 def age(directory: Path, days: float) -> None:

@@ -9,15 +9,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.slots import table_at, write_slot
 from vllm_nvmeof_offload.commands.pool.check import check, exit_code
-from vllm_nvmeof_offload.commands.pool.offline import prefill, remove
+from vllm_nvmeof_offload.commands.pool.offline import prefill, remove, remove_client
 from vllm_nvmeof_offload.commands.pool.show import inspect_rank, inspect_slot, occupancy, summaries
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.pool.format import (
+    client_of,
     encode_entry,
     read_superblock,
     share_tag,
@@ -25,7 +27,7 @@ from vllm_nvmeof_offload.pool.format import (
 )
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import find, survey
-from vllm_nvmeof_offload.protocol import SlotIdentity, place_of
+from vllm_nvmeof_offload.protocol import SESSION, SavedSessions, SlotIdentity, place_of
 
 from .kit import (
     KEYSPACE,
@@ -504,3 +506,69 @@ def test_a_slot_of_another_target_is_not_taken_for_the_one_with_its_number(
     pool = Pool.open(make_spec(tmp_path / "a", tmp_path / "b", keyspace=KEYSPACE))
     assert get(pool, slot, name(1)) is None
     pool.close()
+
+
+TENANT, OTHER = client_of("tenant"), client_of("other")
+
+
+@pytest.mark.parametrize("targets", [1, 2])
+@pytest.mark.parametrize("lost", ["nothing", "table", "entry"])
+def test_a_tenants_chunks_are_overwritten_and_all_others_stay(
+    tmp_path: Path, targets: int, lost: str
+) -> None:
+    where = [tmp_path / f"t{number}" for number in range(targets)]
+    for one in where:
+        one.mkdir()
+    mine = {2, 7}
+    clients = dict.fromkeys(STORED, OTHER) | dict.fromkeys(mine, TENANT)
+    directories = write_pool(*where, clients=clients)
+    if lost == "table":  # the headers name the tenant as well
+        for directory in directories:
+            os.truncate(directory / "table", 0)
+    elif lost == "entry":  # a crash after the slot was written, before its entry
+        with (directories[2 % targets] / "table").open("r+b") as table:
+            table.seek(2 // targets * ENTRY)
+            table.write(bytes(ENTRY))
+    done = remove_client(find(where), TENANT)
+    assert (sum(one.removed for one in done), sum(one.unknown for one in done)) == (2, 0)
+    for slot in mine:
+        directory, index = directories[slot % targets], slot // targets
+        raw = (directory / "slab").read_bytes()[index * SLOT_BYTES : (index + 1) * SLOT_BYTES]
+        assert not any(raw), "payload and header"
+        assert not any((directory / "table").read_bytes()[index * ENTRY : (index + 1) * ENTRY])
+    assert adopted(*where) == without(*mine)
+    again = remove_client(find(where), TENANT)
+    assert sum(one.removed for one in again) == 0
+
+
+def test_chunks_of_an_unknown_tenant_stay_and_are_counted(tmp_path: Path) -> None:
+    long = {4: SlotIdentity(b"k" * 45, 40)}
+    clients = {0: TENANT, 1: OTHER, 4: TENANT, 7: TENANT}
+    (directory,) = write_pool(tmp_path, clients=clients, stored=STORED | long)
+    flip_header(directory, 7)
+    # Slots 2, 3 and 12 are of an earlier release. In slot 4 the header has room for the client, in
+    # slot 7 the entry is intact.
+    (done,) = remove_client(find([tmp_path]), TENANT)
+    assert (done.removed, done.unknown) == (3, 3)
+    (done,) = remove_client(find([tmp_path]), OTHER)
+    assert (done.removed, done.unknown) == (1, 3)
+    flip_header(directory, 12)
+    (done,) = remove_client(find([tmp_path]), OTHER)
+    assert (done.removed, done.unknown) == (0, 3)
+
+
+def test_a_tenants_sessions_are_forgotten_and_no_live_pool_is_touched(tmp_path: Path) -> None:
+    (directory,) = write_pool(tmp_path, clients=dict.fromkeys(STORED, TENANT))
+    sessions = np.array([(1, TENANT, 9, 1, 50), (2, OTHER, 9, 2, 50)], SESSION)
+    saved = SavedSessions(sessions, np.array([10, 11, 12], np.uint64))
+    (directory / "sessions").write_bytes(saved.encode())
+    with server(tmp_path):
+        before = snapshot(tmp_path)
+        with pytest.raises(PoolLockedError):
+            remove_client(find([tmp_path]), TENANT)
+        assert snapshot(tmp_path) == before
+    remove_client(find([tmp_path]), TENANT)
+    left = SavedSessions.decode((directory / "sessions").read_bytes())
+    assert (left.sessions["id"].tolist(), left.generations.tolist()) == ([2], [11, 12])
+    remove(find([tmp_path]))
+    assert not directory.exists(), "the file is ours"

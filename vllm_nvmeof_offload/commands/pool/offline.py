@@ -15,6 +15,7 @@ import mmap
 import os
 import queue
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -36,6 +37,8 @@ from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     FLAG_SINGLE_COPY,
     LOG_FILE,
+    SESSIONS_FILE,
+    SESSIONS_TEMPORARY,
     DecodedTable,
     SlotHeader,
     Superblock,
@@ -43,13 +46,14 @@ from vllm_nvmeof_offload.pool.format import (
     decode_table,
     is_superblock,
     parse_header,
+    replace_file,
     share_tag,
     verify,
 )
 from vllm_nvmeof_offload.pool.ownership import give_to_owner, hold
 from vllm_nvmeof_offload.pool.recovery import has_known_group, read_table, written_slots
 from vllm_nvmeof_offload.pool.survey import FACTS_FILE, RankDirectory, Surveyed, disk_bytes, survey
-from vllm_nvmeof_offload.protocol import SlotIdentity
+from vllm_nvmeof_offload.protocol import SavedSessions, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, PAGE_BYTES, slot_stride_bytes
 
 #: A callback that gets (directory, done, total); the unit depends on the operation.
@@ -59,11 +63,14 @@ BeforeWrite = Callable[[], None]
 
 #: The files in order of removal, the superblock first: the next start takes a directory without one
 #: as empty. Lease and lock are removed last, and only together with the directory.
-_FILES = ("superblock", "superblock.new", "table", "log", "slab", "probe")
+_SUPERBLOCKS = ("superblock", "superblock.new")
+_FILES = (*_SUPERBLOCKS, "table", "log", "slab", "probe", SESSIONS_FILE, SESSIONS_TEMPORARY)
 _CLAIMS = ("lease", "lock")
 _THREADS_MAX = 8
 _BUFFER_BYTES_MAX = 256 * MIB
 _WRITE_BYTES = 4 * MIB
+#: Headers are read by so many threads, and handed to them in batches.
+_READ_THREADS, _BATCH = 16, 1024
 
 
 #: The states of a table entry: never written; adopted by the next start; intact, but of another
@@ -357,7 +364,7 @@ def check_ours(paths: Iterable[Path]) -> None:
     one."""
     for path in paths:
         with as_pool_error(f"cannot read {path / 'superblock'}"):
-            proven = is_superblock(path / "superblock") or is_superblock(path / "superblock.new")
+            proven = any(is_superblock(path / name) for name in _SUPERBLOCKS)
         files = [path / name for name in _FILES if os.path.lexists(path / name)]
         if not proven and any(os.lstat(file).st_size for file in files):
             raise PoolError(
@@ -401,6 +408,84 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
                 facts.unlink()
             facts.parent.rmdir()
     return removed
+
+
+@dataclass(frozen=True, slots=True)
+class RemovedClient:
+    """The result for one directory: the number of slots overwritten, and of those left that hold a
+    chunk whose client is unknown."""
+
+    directory: str
+    removed: int
+    unknown: int
+
+
+def remove_client(
+    directories: Sequence[RankDirectory], client: int, on_progress: Progress = lambda *_: None
+) -> list[RemovedClient]:
+    """Overwrite with zeros all slots of `directories` that hold chunks of a client
+    (`pool.format.client_of`), of any epoch, and their table entries; forget its sessions.
+
+    `on_progress` counts bytes. Raises PoolLockedError if a live process holds a directory, and
+    PoolError if one has no usable superblock or cannot be read or written. After an interruption, a
+    second call finds the rest, because a slot's entry is overwritten last.
+    """
+    removed = []
+    with hold([directory.path for directory in directories]) as before_write:
+        for surveyed in survey(directories):
+            path = surveyed.path
+            with open_rank(surveyed, before_write) as rank, as_pool_error(f"cannot empty {path}"):
+                ours, unknown = _slots_of(rank, client)
+                _fill(rank, ours[ours < rank.slab_slots].tolist(), before_write, on_progress)
+                # Zeros beyond a truncated table's end would pass for entries never written.
+                for index in ours[ours < os.fstat(rank.table_fd).st_size // ENTRY_BYTES].tolist():
+                    before_write()
+                    os.pwrite(rank.table_fd, bytes(ENTRY_BYTES), index * ENTRY_BYTES)
+                os.fsync(rank.table_fd)
+                _forget_sessions(path, client, before_write)
+            removed.append(RemovedClient(str(path), len(ours), unknown))
+    return removed
+
+
+def _slots_of(rank: OfflineRank, client: int) -> tuple[npt.NDArray[np.int64], int]:
+    """Return int64[n], the slots whose header or table entry names the client, and the number of
+    other slots with a chunk of an unknown client. -1 stands for a slot that was never written."""
+
+    def in_header(index: int) -> int:
+        try:
+            page = os.pread(rank.slab_fd, HEADER_BYTES, index * rank.superblock.slot_bytes)
+        except OSError as error:
+            rank.read_error(error)
+            return 0
+        header = parse_header(page) if any(page) else None
+        if header is None:
+            return 0 if any(page) else -1
+        return header.client
+
+    slots = rank.superblock.slots
+    table, in_slab = rank.table(), np.full(slots, -1, np.int64)
+    indices = np.arange(min(slots, rank.slab_slots))
+    written = written_slots(rank.slab_fd, indices, rank.superblock.slot_bytes)
+    with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="pool-rm") as threads:
+        for batch in np.array_split(written, -(-len(written) // _BATCH) or 1):
+            in_slab[batch] = list(threads.map(in_header, batch.tolist()))
+    has_entry = np.isin(table.states, (LIVE, VOID, DAMAGED))
+    in_table = np.where(has_entry, table.entries.clients().astype(np.int64), -1)
+    ours = (in_slab == client) | (in_table == client)
+    unknown = ~ours & ((in_slab == 0) | ((in_slab == -1) & (in_table == 0)))
+    return np.flatnonzero(ours), int(unknown.sum())
+
+
+def _forget_sessions(directory: Path, client: int, before_write: BeforeWrite) -> None:
+    path = directory / SESSIONS_FILE
+    with open(_open_or_empty(path), "rb") as file:
+        saved = SavedSessions.decode(file.read())
+    others = saved.sessions["client"] != client
+    if not others.all():
+        left = saved.generations[np.repeat(others, saved.sessions["chunks"])]
+        before_write()
+        replace_file(directory, SESSIONS_FILE, SavedSessions(saved.sessions[others], left).encode())
+        give_to_owner(path)
 
 
 def _is_file(path: Path) -> bool:

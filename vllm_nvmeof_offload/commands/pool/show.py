@@ -31,7 +31,7 @@ from vllm_nvmeof_offload.commands.pool.check import Damage, Report, exit_code
 from vllm_nvmeof_offload.commands.size.deployment import parse_duration, read_option
 from vllm_nvmeof_offload.config import parse_config
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
-from vllm_nvmeof_offload.pool.format import SlotHeader
+from vllm_nvmeof_offload.pool.format import SlotHeader, client_of
 from vllm_nvmeof_offload.pool.log import newest_head
 from vllm_nvmeof_offload.pool.survey import (
     UNUSED_S,
@@ -426,26 +426,49 @@ def prune(given: Sequence[Path] | None, unused_for: str, yes: bool, as_json: boo
         _print(f"nothing to remove: no keyspace on {where} is unused for {unused_for}")
 
 
-def remove(directories: Sequence[RankDirectory], yes: bool, as_json: bool) -> None:
-    """Run `pool rm`: ask for confirmation unless `yes`, remove, and print the result."""
+def remove(
+    directories: Sequence[RankDirectory], yes: bool, as_json: bool, salt: str | None = None
+) -> int:
+    """Run `pool rm`: ask for confirmation unless `yes`, remove, and print the result.
+
+    With a `salt`, remove only its chunks. Returns the exit code.
+    """
     offline.check_ours(directory.path for directory in directories)
     parts = survey(directories)
     for part in parts:
         if part.owner.kind == "live":
             raise PoolLockedError(f"{part.path} is in use ({part.owner}): stop that server first")
+    if salt is not None:
+        return _remove_salt(parts, yes, as_json, salt)
     _remove(parts, yes, as_json)
+    return 0
+
+
+def _remove_salt(parts: Sequence[Surveyed], yes: bool, as_json: bool, salt: str) -> int:
+    if not salt:
+        raise PoolError("--salt is empty: that is no cache_salt")
+    _confirm(parts, yes, as_json, "the chunks of this salt from ")
+    with progress() as on_progress:
+        directories = [part.directory for part in parts]
+        removed = offline.remove_client(directories, client_of(salt), on_progress)
+    unknown = sum(one.unknown for one in removed)
+    if as_json:
+        print_json({"removed": [asdict(one) for one in removed], "unknown": unknown})
+        return bool(unknown)
+    for one in removed:
+        typer.echo(f"overwrote {one.removed} slots in {one.directory}")
+    if unknown:
+        typer.echo(
+            f"{unknown} other slots hold chunks whose salt is unknown, because an earlier release "
+            "stored them, their keys have more than 42 bytes, or they are damaged: some may be of "
+            "this salt. `vllm-nvmeof pool rm` without --salt removes them with all others",
+            err=True,
+        )
+    return bool(unknown)
 
 
 def _remove(parts: Sequence[Surveyed], yes: bool, as_json: bool) -> None:
-    if not yes:
-        if as_json:
-            raise PoolError("--json: cannot ask for confirmation; give --yes as well")
-        for part in parts:
-            size, model = format_bytes(part.disk_bytes), model_name(part.path.parents[1])
-            used = f"last use {_time(part.last_use_s)}"
-            typer.echo(f"{part.path}  {size}  {used}  model {model!r}", err=True)
-        what = "this directory" if len(parts) == 1 else f"these {len(parts)} directories"
-        typer.confirm(f"Remove {what}?", abort=True, err=True)
+    _confirm(parts, yes, as_json)
     removed = offline.remove([part.directory for part in parts])
     if as_json:
         print_json({"removed": [asdict(one) for one in removed]})
@@ -454,6 +477,18 @@ def _remove(parts: Sequence[Surveyed], yes: bool, as_json: bool) -> None:
         typer.echo(f"removed {one.directory}: {format_bytes(one.freed_bytes)} freed")
         if one.left:
             typer.echo(f"  left, not ours: {', '.join(map(repr, one.left))}", err=True)
+
+
+def _confirm(parts: Sequence[Surveyed], yes: bool, as_json: bool, what: str = "") -> None:
+    if not yes:
+        if as_json:
+            raise PoolError("--json: cannot ask for confirmation; give --yes as well")
+        for part in parts:
+            size, model = format_bytes(part.disk_bytes), model_name(part.path.parents[1])
+            used = f"last use {_time(part.last_use_s)}"
+            typer.echo(f"{part.path}  {size}  {used}  model {model!r}", err=True)
+        where = "this directory" if len(parts) == 1 else f"these {len(parts)} directories"
+        typer.confirm(f"Remove {what}{where}?", abort=True, err=True)
 
 
 def prefill(directories: Sequence[RankDirectory], as_json: bool) -> None:
