@@ -14,12 +14,13 @@ import pytest
 from vllm_nvmeof_offload.vllm_adapter.kv_hints import (
     Advice,
     Retention,
+    TokenRange,
     advice_of,
     helpers_of,
     retention_of,
 )
 
-REQUEST = SimpleNamespace(num_prompt_tokens=100, session_id="agent-1")
+REQUEST = SimpleNamespace(num_prompt_tokens=100, session_id="agent-1", request_id="cmpl-9")
 
 
 def action(kind: str, payload: object = None, version: str = "1.0") -> Any:
@@ -58,7 +59,9 @@ def test_three_actions_are_read_together() -> None:
         retain({"start": 0, "end": 64, "priority": 90, "duration": 30.0}),
         action("kv.demote", {"session_id": "agent-1"}, "1.3"),
     )
-    assert advice == Advice(True, ((0, 64),), True)
+    (tokens,) = advice.retain
+    assert advice == Advice(True, (tokens,), True)
+    assert tokens[:2] == (0, 64) and tokens.retention and tokens.retention[:2] == (30, 90)
     assert seen == Counter(prefetch=1, retain=1, demote=1)
 
 
@@ -71,8 +74,32 @@ def test_what_is_retained_ends_in_a_range() -> None:
             {"covers_output": True, "priority": 1, "duration": None},
         )
     )
-    assert advice.retain == ((16, 48), (100, None))
-    assert advice.retained([16, 32, 48, 64, 80, 96, 112, 128]) == [1, 2, 6, 7]
+    assert advice.retain == ((16, 48, None), (100, None, None))
+    assert advice.kept([16, 32, 48, 64, 80, 96, 112, 128]) == [1, 2, 6, 7]
+    assert advice.retentions() == []
+
+
+def test_a_duration_retains_each_range_in_its_own_session_for_at_most_a_week() -> None:
+    ranges = [
+        {"start": 0, "end": 48, "priority": 50, "duration": 0.5},
+        {"start": 16, "end": 32, "priority": 7, "duration": float("inf")},
+        {"start": 48, "end": 64, "priority": 9},
+    ]
+    advice = advice_of({"actions": [vars(retain(*ranges))]}, REQUEST, lambda kind: None)
+    assert advice.kept([16, 32, 48, 64]) == [3]
+    asked, tokens = zip(*advice.retentions(), strict=True)
+    assert [one[:2] for one in asked] == [(1, 50), (7 * 24 * 3600, 7)]
+    assert [list(map(one.contains, (16, 32, 48, 64))) for one in tokens] == [
+        [True, True, True, False],
+        [False, True, False, False],
+    ]
+    assert len({one.session for one in asked}) == 2
+    assert len({one.session.client for one in asked}) == 1
+    without = advice_of(
+        {"actions": [vars(retain(*ranges))]}, REQUEST, lambda kind: None, may_retain=False
+    )
+    assert without.retentions() == []
+    assert without.kept([16, 32, 48, 64]) == [0, 1, 2, 3], "as if another request had used them"
 
 
 @pytest.mark.parametrize(
@@ -139,7 +166,7 @@ def test_a_fetch_is_a_prefetch_and_the_answer_says_what_was_ignored() -> None:
         action("kv.teleport"),
         action("kv.fetch", {"block_hashes": [7]}),
     )
-    assert replace(advice, answers=()) == Advice(True, ((0, None),), True)
+    assert replace(advice, answers=()) == Advice(True, (TokenRange(0, None),), True)
     assert seen == Counter(prefetch=1, retain=1, demote=1, unknown=1, malformed=1)
     first, *others = advice.answers
     ignored = ["source_control_endpoint", "block_hashes"]

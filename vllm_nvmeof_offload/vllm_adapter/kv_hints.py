@@ -14,8 +14,9 @@ only to the request that carries it, and never overrides what the request or the
 * `kv.fetch` 1.x, `{"source_control_endpoint", "block_hashes"}`: the same. The endpoint belongs to a
   process that cannot read pools, so it is ignored, and so is the list of blocks.
 * `kv.retain` 1.x, `{"directives": [{"start", "end", "priority", "duration"} or {"covers_output",
-  …}]}`: chunks that end in a range of tokens are kept longer, as if another request had used
-  them. A priority or duration of 0 retains nothing; all higher values have the same effect.
+  …}]}`: chunks that end in a range of tokens are retained for `duration` seconds after the
+  request's end, in a session per directive. Without a duration they are only kept longer, as if
+  another request had used them. A priority or duration of 0 retains nothing.
 * `kv.demote` 1.x, `{}` or `{"session_id"}` of the request's own session: when the request ends, its
   chunks are the next to be moved from pinned memory to the pool.
 
@@ -36,7 +37,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from vllm_nvmeof_offload.manager.core import SessionIds
+from vllm_nvmeof_offload.manager.core import RETAIN_S_MAX, SessionIds
+from vllm_nvmeof_offload.pool.format import client_of
 
 #: The most actions that are read per request; the rest are counted as unknown.
 _ACTIONS_MAX = 16
@@ -46,8 +48,6 @@ _PRIORITY_MAX = 100
 _HELPERS_MAX = 64
 #: The longest id of an action that an answer repeats; a longer one is null there.
 _ID_CHARS_MAX = 128
-#: The longest time that a request may ask for: a session's end must be bounded.
-_RETAIN_S_MAX = 7 * 24 * 3600
 _SESSION_CHARS_MAX = 256
 _RETENTION_KEYS = {"retain_s", "priority", "session"}
 _FETCH_KEYS = {"source_control_endpoint": str, "block_hashes": list}
@@ -61,14 +61,25 @@ class Retention(NamedTuple):
     session: SessionIds
 
 
+class TokenRange(NamedTuple):
+    """Tokens whose chunks are kept longer or, with `retention`, retained. `end` is exclusive, or
+    None for no end."""
+
+    first: int
+    end: int | None
+    retention: Retention | None = None
+
+    def contains(self, chunk_end: int) -> bool:
+        return self.first < chunk_end and (self.end is None or chunk_end <= self.end)
+
+
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The advice on a request. `retain` lists ranges of tokens as (first, end), with an exclusive
-    end or None for no end. `helpers` is as in `LoadCommand`. `answers` has an entry per action of a
-    `kv_hint`, `retention_answer` is empty unless the request has keys of `retention`."""
+    """The advice on a request. `helpers` is as in `LoadCommand`. `answers` has an entry per action
+    of a `kv_hint`, `retention_answer` is empty unless the request has keys of `retention`."""
 
     prefetch: bool = False
-    retain: tuple[tuple[int, int | None], ...] = ()
+    retain: tuple[TokenRange, ...] = ()
     demote: bool = False
     helpers: int | None = None
     answers: tuple[dict[str, Any], ...] = ()
@@ -87,25 +98,34 @@ class Advice:
             self.retention_answer,
         )
 
-    def retained(self, ends: Iterable[int]) -> list[int]:
-        """Return the positions of chunks to retain. `ends` are the chunks' exclusive ends."""
-        return [
-            at
-            for at, end in enumerate(ends)
-            if any(first < end and (last is None or end <= last) for first, last in self.retain)
-        ]
+    def kept(self, ends: Iterable[int]) -> list[int]:
+        """Return the positions of chunks to keep longer. `ends` are the chunks' exclusive ends."""
+        ranges = [one for one in self.retain if one.retention is None]
+        return [at for at, end in enumerate(ends) if any(one.contains(end) for one in ranges)]
+
+    def retentions(self) -> list[tuple[Retention, TokenRange]]:
+        """Return what to retain when the request ends. -1 is before every chunk."""
+        every = TokenRange(-1, None, self.retention)
+        found = ((one.retention, one) for one in (*self.retain, every))
+        return [(asked, one) for asked, one in found if asked and asked.seconds]
 
 
 def advice_of(
-    envelope: Any, request: Any, count: Callable[[str], None], *, may_prefetch: bool = True
+    envelope: Any,
+    request: Any,
+    count: Callable[[str], None],
+    *,
+    may_prefetch: bool = True,
+    may_retain: bool = True,
 ) -> Advice:
     """Read the hints for `request` in `envelope`, an object or the dictionary from a JSON object.
 
     `count` is called for each action with its kind, `unknown` or `malformed`. Without
-    `may_prefetch`, the answer to a prefetch is that nothing was done.
+    `may_prefetch`, the answer to a prefetch is that nothing was done. Without `may_retain`,
+    durations have no effect.
     """
     prefetch = demote = False
-    retain: list[tuple[int, int | None]] = []
+    retain: list[TokenRange] = []
     answers: list[dict[str, Any]] = []
     actions = _field(envelope, "actions")
     if not isinstance(actions, list | tuple):
@@ -118,7 +138,7 @@ def advice_of(
         elif not isinstance(payload, dict):
             done = "malformed"
         elif kind == "retain":
-            ranges = _ranges(payload, int(request.num_prompt_tokens))
+            ranges = _ranges(payload, request)
             retain += ranges or ()
             done = "malformed" if ranges is None else kind
         elif kind == "fetch":
@@ -132,6 +152,8 @@ def advice_of(
             if done == "prefetch" and not may_prefetch:
                 done = "nothing"
             answers.append({"action_id": _id(action), "done": done, **ignored})
+    if not may_retain:
+        retain = [one._replace(retention=None) for one in retain]
     return Advice(prefetch, tuple(retain), demote, answers=tuple(answers))
 
 
@@ -172,24 +194,25 @@ def retention_of(params: Any, request: Any, count: Callable[[str], None]) -> Adv
     priority, name = ours.get("priority", 50), ours.get("session")
     is_time = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     is_name = isinstance(name, str) and 0 < len(name) <= _SESSION_CHARS_MAX
-    is_valid = is_time and 0 <= seconds <= _RETAIN_S_MAX and (is_name or (name is None and seconds))
+    is_valid = is_time and 0 <= seconds <= RETAIN_S_MAX and (is_name or (name is None and seconds))
     if not is_valid or not _is_int(priority, 1, _PRIORITY_MAX):
         count("malformed")
         return Advice(retention_answer="malformed")
     done = "retain" if seconds else "drop"
     count(done)
     whose = f"session {name}" if is_name else f"request {request.request_id}"
-    session = _session_ids(getattr(request, "cache_salt", None) or "", whose)
+    session = _session_ids(request, whose)
     # At least a second, because 0 is a drop.
     retention = Retention(math.ceil(seconds), priority, session)
     return Advice(retention=retention, retention_answer=done)
 
 
-def _session_ids(salt: str, whose: str) -> SessionIds:
+def _session_ids(request: Any, whose: str) -> SessionIds:
     """Return the ids of a session, which a request with another salt cannot name."""
+    salt = getattr(request, "cache_salt", None) or ""
     client = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
     session = hashlib.sha256(client + whose.encode(errors="surrogatepass")).digest()
-    return SessionIds(int.from_bytes(session[:8]), int.from_bytes(client[:4]))
+    return SessionIds(int.from_bytes(session[:8]), client_of(salt))
 
 
 def _field(one: Any, name: str, default: Any = None) -> Any:
@@ -218,18 +241,22 @@ def _is_own(payload: dict[str, Any], request: Any) -> bool:
     return session is not None and payload == {"session_id": session}
 
 
-def _ranges(payload: dict[str, Any], prompt_tokens: int) -> list[tuple[int, int | None]] | None:
+def _ranges(payload: dict[str, Any], request: Any) -> list[TokenRange] | None:
     """Return the ranges to retain, or None if the payload is malformed."""
     directives = payload.get("directives")
     if not isinstance(directives, list) or len(directives) > _DIRECTIVES_MAX:
         return None
-    ranges: list[tuple[int, int | None]] = []
+    ranges: list[TokenRange] = []
     for one in directives:
         if not isinstance(one, dict) or not _is_directive(one):
             return None
-        first = prompt_tokens if one.get("covers_output") else one.get("start", 0)
-        if one["priority"] and one.get("duration") != 0:
-            ranges.append((first, one.get("end")))
+        first = int(request.num_prompt_tokens) if one.get("covers_output") else one.get("start", 0)
+        seconds, retention = one.get("duration"), None
+        if seconds:
+            ids = _session_ids(request, f"request {request.request_id}, {sorted(one.items())}")
+            retention = Retention(math.ceil(min(seconds, RETAIN_S_MAX)), one["priority"], ids)
+        if one["priority"] and seconds != 0:
+            ranges.append(TokenRange(first, one.get("end"), retention))
     return ranges
 
 

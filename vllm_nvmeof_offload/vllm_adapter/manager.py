@@ -309,12 +309,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
             advice = replace(advice, retention=None, retention_answer="nothing")
         elif advice.retention and not advice.retention.seconds:
             self.core.drop_session(advice.retention.session)
+        may = {"may_prefetch": may_prefetch, "may_retain": self.config.retain_share > 0}
         if hints is not None:
-            advice = advice.together(replace(advice_of(hints, request, count), answers=()))
+            advice = advice.together(replace(advice_of(hints, request, count, **may), answers=()))
         if over_http is not None:
-            advice = advice.together(
-                advice_of(over_http, request, count, may_prefetch=may_prefetch)
-            )
+            advice = advice.together(advice_of(over_http, request, count, **may))
         self._state(req_context).advice = advice
         return advice
 
@@ -335,12 +334,13 @@ class NVMeoFOffloadingManager(OffloadingManager):
         if advice.demote:
             self.core.cool(keys)
         ends = [req_context.get_offload_key_position(OffloadKey(key)) or 0 for key in keys]
-        kept = [keys[at] for at in advice.retained(ends)]
+        kept = [keys[at] for at in advice.kept(ends)]
         if kept:
             self.core.ended(kept, self._ends(kept, req_context))
-        if (asked := advice.retention) and asked.seconds:
-            every = self._ends(keys, req_context)
-            self.core.retain(keys, every, asked.session, asked.seconds, asked.priority)
+        for asked, tokens in advice.retentions():
+            of = [key for key, end in zip(keys, ends, strict=True) if tokens.contains(end)]
+            every = self._ends(of, req_context)
+            self.core.retain(of, every, asked.session, asked.seconds, asked.priority)
 
     def step_scheduled(self, scheduler_output: Any) -> None:
         """Record that vLLM has scheduled a step. Call before the step's commands are taken."""

@@ -196,6 +196,21 @@ def test_a_router_advises_over_http_and_gets_an_answer() -> None:
     assert server.serves("f", 10, params={"kv_hint": None, "nvmeof": {}}) == []
 
 
+def test_a_hints_duration_retains_and_without_one_it_only_keeps_longer() -> None:
+    server = Server(retain_share=0.5)
+    held = {"start": 0, "end": CHUNK, "priority": 80, "duration": 60}
+    longer = {"start": CHUNK, "end": 2 * CHUNK, "priority": 80}
+    hint = hints("retain", scope=None, directives=[held, longer])
+    server.serves("a", 1, 2, kv_hints=hint)
+    for number in range(7, 37, 2):
+        server.serves(f"d{number}", number, number + 1)
+    assert server.bench.hits([1, 2]) == [1]
+    assert server.manager.core.gauges()["sessions"] == 1
+    server = Server(retain_share=0.0)
+    server.serves("a", 1, 2, kv_hints=hint)
+    assert server.manager.core.gauges()["sessions"] == 0
+
+
 def test_chunks_are_written_with_their_requests_salts() -> None:
     server, written = Server(), dict[bytes, int]()
 
