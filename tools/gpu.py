@@ -121,7 +121,7 @@ STAGES: dict[str, Stage] = {
     ),
     "benchdisk": Stage(240, bench("copy", "copy-disk", "--rounds", "3", "--parts", "disk")),
     "crc": Stage(150, bench("copy", "crc", "--rounds", "3", "--parts", "crc")),
-    "hotpath": Stage(240, bench("hotpath chunks", "hotpath-gpu", "--repeats", "3")),
+    "hotpath": Stage(240, bench("hotpath", "hotpath-gpu", "--repeats", "3")),
     "ttft": Stage(
         560,
         servers(

@@ -28,11 +28,6 @@ measure() {
 failed=()
 measure pool pool --dir "$disk" --rounds 3 --blocks 64KiB,512KiB,2MiB
 measure latency latency --target "local=$disk" --throttle 100 --jobs 1,2 --rounds 3
-measure tier-load stream --dir "$disk" --parts load --rounds 2
-measure tier-prefetch stream --dir "$disk" --parts prefetch --rounds 1
-measure tier-admission stream --dir "$disk" --parts admission --rounds 2
-measure follow hotpath follow --dir /dev/shm/follow
-measure cost cost --dir "$disk" --pairs 6
 measure ttft serve ttft --dir "$disk" --model smollm2 --rounds 6
 measure turns serve turns --dir "$disk" --model smollm2 --arms none,pool,peer --concurrency 4,8 --rounds 3
 measure hits serve hits --dir "$disk"

@@ -27,13 +27,10 @@ BENCHMARKS = {
     "simulate": ("simulate", "simulate"),
     "latency": ("latency", "latency"),
     "pool": ("pool", "pool"),
-    "stream": ("stream", "stream"),
     "stall": ("stall", "serve.stall"),
-    "hotpath": ("hotpath", "hotpath.chunks"),
-    "follow": ("follow", "hotpath.follow"),
+    "hotpath": ("hotpath", "chunks"),
     "moving": ("moving", "serve.moving"),
     "peers": ("peers", "peers"),
-    "cost": ("cost", "cost"),
     "copy": ("copy", "copy"),
 }
 
@@ -59,14 +56,8 @@ GROUPS = {
     "simulate": Group(SERVERS),
     "pool": Group(MACHINE),
     "latency": Group(MACHINE),
-    "stream": Group(MACHINE),
     "copy": Group(MACHINE),
-    "hotpath": Group(
-        DEVELOPERS,
-        {"chunks": "hotpath", "follow": "follow"},
-        "Measure the CPU time of our threads, without a GPU and without I/O.",
-    ),
-    "cost": Group(DEVELOPERS),
+    "hotpath": Group(DEVELOPERS),
     "peers": Group(DEVELOPERS),
 }
 

@@ -44,9 +44,9 @@ from vllm_nvmeof_bench.conditions import packages
 from vllm_nvmeof_bench.home import OnProgress, home_in, progress, unheard
 from vllm_nvmeof_bench.reports.copy import Sample
 from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.rig import Rig, measure_arm
+from vllm_nvmeof_bench.rig import Settings as LoadSettings
 from vllm_nvmeof_bench.settings import check_names, option, recorded
-from vllm_nvmeof_bench.stream import Rig, measure_arm
-from vllm_nvmeof_bench.stream import Settings as LoadSettings
 from vllm_nvmeof_offload.copy.base import (
     DESCRIPTORS_MAX,
     Backend,
@@ -491,7 +491,7 @@ def conditions_of(world: World, settings: Settings, theirs: str) -> dict[str, An
 
 # -- GPU ⇄ CPU ⇄ disk -------------------------------------------------------------------
 
-#: An arm of this benchmark → the corresponding arm of `bench stream`.
+#: An arm of this benchmark → the corresponding arm of the rig.
 _DISK_ARMS = {"streamed": "ours", "two_phase": "two_phase", "read": "read"}
 
 
@@ -821,9 +821,6 @@ class Bench:
         settings = self._settings
         tier_bytes = settings.disk_tier_slots * settings.disk_chunk_bytes
         plan = LoadSettings(
-            parts=("load",),
-            rounds=settings.rounds,
-            throttle_mb_per_s=0,
             tier_bytes=tier_bytes,
             chunk_bytes=settings.disk_chunk_bytes,
             block_bytes=settings.disk_chunk_bytes,

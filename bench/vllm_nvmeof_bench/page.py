@@ -14,12 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from vllm_nvmeof_bench.benchmark import BENCHMARKS, report_of, words_of
-from vllm_nvmeof_bench.report import (
-    Published,
-    Report,
-    markdown,
-    markdown_table,
-)
+from vllm_nvmeof_bench.report import Report, markdown
 from vllm_nvmeof_bench.results import BenchError, name_in
 
 #: Exceptions that damaged samples or conditions can raise in a benchmark's report.
@@ -88,11 +83,9 @@ def build(
             page.left_out[path.name] = f"damaged: {_without_path(error, path)}"
     page.sections = len(sections)
     head = (
-        "# Benchmarks: our measurements and published figures\n\n"
+        "# Benchmarks\n\n"
         f"Written by `vllm-nvmeof bench report` from {page.sections} results files; each section "
-        "names its file and the conditions. Published figures name their source. They were "
-        "measured on other machines, models and loads: they show what others measure and are not "
-        "a comparison. Nothing here is extrapolated."
+        "names its file and the conditions. Nothing here is extrapolated."
     )
     if page.left_out:
         lines = "\n".join(f"- `{name}`: {why}" for name, why in sorted(page.left_out.items()))
@@ -112,8 +105,6 @@ def _section(path: Path, report: Report, page: Page, place: Path, plots: bool) -
     samples, conditions, goals = report.read(path)
     blocks = [f"## {report.title}", f"`bench {words_of(report.name)}`, samples in `{path.name}`."]
     blocks += markdown(report.parts(samples, conditions, goals))
-    if report.theirs is not None:
-        blocks.append(_published(report.theirs))
     if plots:
         picture = place / f"{path.stem}.png"
         try:
@@ -123,12 +114,3 @@ def _section(path: Path, report: Report, page: Page, place: Path, plots: bool) -
         except BenchError as error:
             blocks.append(f"No picture: {error}.")
     return blocks
-
-
-def _published(theirs: Published) -> str:
-    parts = [f"**Published figures.** {theirs.source}; {theirs.conditions}."]
-    if theirs.rows:
-        parts.append(markdown_table(["", *theirs.columns], theirs.rows))
-    if theirs.note:
-        parts.append(theirs.note)
-    return "\n\n".join(parts)

@@ -12,10 +12,6 @@ an NVMe-oF target.
     both      the helper is the peer
     landing   as both, and every other chunk is also kept in the CPU tier
 
-How serving affects a helper's own loads is measured within this process: it is the helper, and a
-thread stands in for the peers. Like the peer server, it requests as many chunks from the pipeline
-as there are serve slots, and another whenever one completes.
-
 Each round measures all arms with the same chunks, in random order. "GPU memory" is zeroed before
 each load and compared with the written bytes after it, so that no result is from wrong data.
 """
@@ -31,7 +27,6 @@ import select
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,8 +49,6 @@ from vllm_nvmeof_bench.home import (
 )
 from vllm_nvmeof_bench.reports.peers import (
     ABSENT,
-    ALONE,
-    BESIDE,
     BOTH,
     IDLE,
     LANDING,
@@ -63,26 +56,24 @@ from vllm_nvmeof_bench.reports.peers import (
     MB,
     MESSAGES,
     NO_LINKS,
-    PEERS_ALONE,
-    SERVING,
     WITHOUT,
     Sample,
     link_rates,
 )
 from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.rig import Rig
+from vllm_nvmeof_bench.rig import Settings as RigSettings
 from vllm_nvmeof_bench.servers.faults import FaultPlan, FaultyIoEngine
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option
-from vllm_nvmeof_bench.stream import Rig
-from vllm_nvmeof_bench.stream import Settings as RigSettings
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.base import IoEngine, Waker
-from vllm_nvmeof_offload.peers.base import Common, PeerRead, SlotMemory
+from vllm_nvmeof_offload.peers.base import Common, SlotMemory
 from vllm_nvmeof_offload.peers.clients import PeerClients
 from vllm_nvmeof_offload.peers.server import PeerServer
 from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.protocol import AttachCommand
 from vllm_nvmeof_offload.units import KIB, MIB, slot_stride_bytes
-from vllm_nvmeof_offload.worker.peer_reads import OwnRegion, Peers, Serve, ServeQueue
+from vllm_nvmeof_offload.worker.peer_reads import Peers, Serve, ServeQueue
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner
 from vllm_nvmeof_offload.worker.regions import RegionFiles
 
@@ -107,11 +98,6 @@ class Settings:
     chunks: int = option(256, "Chunks per load.", min=4)
     chunk_bytes: int = size_option(2 * MIB, "Payload of a chunk.", flag="--chunk")
     idle_s: float = option(30.0, "Seconds for which idle servers are measured; 0: none.", min=0)
-    serving_loads: int = option(
-        20,
-        "The helper's loads per round, size and arm, with and without serving; 0: none.",
-        min=0,
-    )
     seed: int = option(1, "Seed for contents and orders.")
     directory: Path = option(Path("build/bench/disk"), "Directory for the pool.", flag="--dir")
     tier_chunks: int = 128
@@ -128,8 +114,6 @@ class Settings:
     @property
     def rig(self) -> RigSettings:
         return RigSettings(
-            parts=("load",),
-            throttle_mb_per_s=0,
             seed=self.seed,
             tier_bytes=self.tier_chunks * self.chunk_bytes,
             chunk_bytes=self.chunk_bytes,
@@ -285,16 +269,12 @@ def run(
     samples: list[Sample] = []
     with contextlib.ExitStack() as stack:
         on_progress(0, 0, "writing the pool")
-        slots = _SERVE_SLOTS if settings.serving_loads else 0
-        rig = stack.enter_context(contextlib.closing(Rig(home / _POOL, settings.rig, slots)))
+        rig = stack.enter_context(contextlib.closing(Rig(home / _POOL, settings.rig)))
         rig.write_all()
         sync_file_system(home)
         found |= {"engine": rig.engine, "stream_slots": rig.staging.stream_slots}
         gc.collect()
         with quiet_interpreter():
-            if (loads := settings.serving_loads) and settings.rates:
-                sizes = settings.rounds, loads
-                samples += serving(rig, settings.rates[0], *sizes, settings.seed, on_progress)
             for rates in settings.rates:
                 with _pair(rig, settings, rates) as pair:
                     samples += _loads(pair, home, on_progress)
@@ -316,141 +296,13 @@ COMMANDS = (
         "peers",
         """Measure a load over a server's own storage link, and over a second server's too.
 
-        Runs two processes with the product's worker and peers, each with limited reads. Before
-        these, it measures the loads of a server while it serves peers. Nothing else should run at
-        the same time.
+        Runs two processes with the product's worker and peers, each with limited reads. Nothing
+        else should run at the same time.
         """,
         Settings,
         _measure,
     ),
 )
-
-
-#: Sizes of the helper's own loads, in chunks.
-_SIZES = (4, 16)
-_PAUSE_S = 0.01, 0.03  # between loads
-_ASKED_S = 0.3
-#: A pause, because a target reads less for peers just after a load; then the measured time.
-_FORGOTTEN_S, _PEERS_S = 2.5, 3.0
-_WITHIN_S = 60.0
-
-
-class _Peers(threading.Thread):
-    """A thread that requests chunks while `asks` is set."""
-
-    def __init__(self, rig: Rig, queue: ServeQueue) -> None:
-        super().__init__(name="asks", daemon=True)
-        self.asks = threading.Event()
-        self.served_bytes = 0
-        self.failed = 0
-        self._rig, self._queue = rig, queue
-        self._numbers = itertools.count()
-        self._free = list(range(rig.staging.serve_slots))
-        self._slots: dict[int, int] = {}  # token → slot
-        self._ends = threading.Event()
-        self.start()
-
-    def close(self) -> None:
-        self.asks.clear()
-        self._ends.set()
-        self.join(_WITHIN_S)
-
-    def run(self) -> None:
-        ready = select.poll()
-        ready.register(self._queue.fileno(), select.POLLIN)
-        while self._slots or not self._ends.is_set():
-            if self.asks.is_set() and self._free:
-                self._queue.serve([self._read() for _ in range(len(self._free))])
-            ready.poll(10)
-            for end in self._queue.poll():
-                self._free.append(self._slots.pop(end.token))
-                is_ok = end.outcome is not None and end.outcome.ok
-                self.served_bytes += is_ok * self._rig.settings.chunk_bytes
-                self.failed += not is_ok
-
-    def _read(self) -> PeerRead:
-        rig, token, slot = self._rig, next(self._numbers), self._free.pop()
-        self._slots[token] = slot
-        number = token % len(rig.identities)
-        address = rig.staging.serve_address + slot * rig.staging.slot_bytes
-        what = (
-            rig.settings.chunk_bytes,
-            rig.identities[number],
-            rig.pool.superblocks[0].place(number),
-        )
-        return PeerRead(token, address, *what, rig.pool.stamp.tag, time.monotonic() + _WITHIN_S)
-
-
-class _Helper:
-    def __init__(self, rig: Rig, rates: str, stack: contextlib.ExitStack, seed: int) -> None:
-        """Open the helper; its reads share a link with the first of `rates`."""
-        self._rig, self._rates = rig, rates
-        self._dice = random.Random(f"{seed} serving")
-        waker, own_rate = Waker(), link_rates(rates)[0]
-        io = linked_engine(rig, stack, own_rate * MB)
-        queue = ServeQueue(waker.wake)
-        own = {rig.pool.superblocks[0].place(0).region_uuid: OwnRegion(0, rig.pool.slots)}
-        worker = rig.open_worker(stack, waker, io, io.fileno(), serve=Serve(queue, own))
-        rig.copy, rig.runner = worker
-        self.peers = _Peers(rig, queue)
-        stack.callback(self.peers.close)
-
-    def loads(self, arm: str, chunks: int, numbers: range) -> Iterator[Sample]:
-        if arm == BESIDE:
-            self.peers.asks.set()
-        time.sleep(_ASKED_S)
-        self._load(arm, chunks, -1)
-        for number in numbers:
-            time.sleep(self._dice.uniform(*_PAUSE_S))
-            yield self._load(arm, chunks, number)
-        self.peers.asks.clear()
-
-    def _load(self, arm: str, chunks: int, number: int) -> Sample:
-        rig = self._rig
-        pieces = [rig.pieces(chunk) for chunk in range(chunks)]
-        batch = rig.batch(range(chunks), np.full(chunks, -1, np.int32))
-        served = self.peers.served_bytes
-        cpu_s, begin_s = time.process_time(), time.perf_counter()
-        rig.runner.wait([rig.start(batch, pieces)])
-        seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
-        rig.check()
-        served = self.peers.served_bytes - served
-        size = chunks * rig.settings.chunk_bytes
-        return Sample(SERVING, self._rates, "", arm, number, seconds, size, served, cpu_s, 0.0)
-
-    def peers_alone(self) -> Sample:
-        time.sleep(_FORGOTTEN_S)
-        self.peers.asks.set()
-        time.sleep(_ASKED_S)
-        served, begin_s = self.peers.served_bytes, time.perf_counter()
-        cpu_s = time.process_time()
-        time.sleep(_PEERS_S)
-        seconds, cpu_s = time.perf_counter() - begin_s, time.process_time() - cpu_s
-        served = self.peers.served_bytes - served
-        self.peers.asks.clear()
-        return Sample(SERVING, self._rates, "", PEERS_ALONE, 0, seconds, 0, served, cpu_s, 0.0)
-
-
-def serving(
-    rig: Rig, rates: str, rounds: int, loads: int, seed: int, on_progress: OnProgress
-) -> Iterator[Sample]:
-    """Measure `loads` loads per size, arm and round. rates: the first is that of the helper's link.
-
-    Raises: BenchError: a load or a read for peers failed.
-    """
-    with contextlib.ExitStack() as stack:
-        helper = _Helper(rig, rates, stack, seed)
-        sizes = sorted({min(size, len(rig.identities)) for size in _SIZES})
-        arms = [(arm, size) for arm in (ALONE, BESIDE) for size in sizes]
-        dice = random.Random(f"{seed} order")
-        for number in range(rounds):
-            for arm, chunks in dice.sample(arms, len(arms)):
-                on_progress(number, rounds, f"{chunks} chunks · {arm}")
-                first = number * loads
-                yield from helper.loads(arm, chunks, range(first, first + loads))
-        yield helper.peers_alone()
-        if helper.peers.failed:
-            raise BenchError(f"{helper.peers.failed} chunks for peers could not be read")
 
 
 BLOCK_BYTES = 128 * KIB
@@ -478,8 +330,6 @@ class Plan:
     @property
     def rig(self) -> RigSettings:
         return RigSettings(
-            parts=("load",),
-            throttle_mb_per_s=0,
             tier_bytes=_OWN_CHUNKS * self.chunk_bytes,
             chunk_bytes=self.chunk_bytes,
             block_bytes=BLOCK_BYTES,

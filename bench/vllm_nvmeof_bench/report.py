@@ -339,23 +339,11 @@ def _described(arm: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Published:
-    """Figures published by others. source: author and place. conditions: those of the measurement.
-    rows: a name, then one text per column. note: what is unknown or not comparable."""
-
-    source: str
-    conditions: str
-    rows: tuple[tuple[str, ...], ...] = ()
-    columns: tuple[str, ...] = ("published",)
-    note: str = ""
-
-
-@dataclass(frozen=True)
 class Report:
     """A declaration of how one benchmark's results are printed, checked against goals and drawn.
 
     sample: the dataclass of the file's samples. about: see `common_lines`; lines: further lines
-    about the conditions. goals: None if there are none. theirs: published figures. columns: the
+    about the conditions. goals: None if there are none. columns: the
     width of tables that are not printed on a terminal.
     """
 
@@ -367,7 +355,6 @@ class Report:
     lines: Callable[[Conditions], Iterable[str]] = lambda conditions: ()
     goals: Callable[[Samples, Conditions], list[Goal]] | None = None
     goals_title: str = "Goals"
-    theirs: Published | None = None
     columns: int = 150
 
     def read(self, path: Path) -> tuple[list[Any], dict[str, Any], list[Goal]]:

@@ -5,20 +5,12 @@ Look-up, eviction, write policy and store threshold are those of the product's `
 rest is simulated: requests run one after another and take no time, and every copy, read and write
 succeeds at once. GPU memory is plain LRU that evicts a prompt's tail before its head, because vLLM
 frees blocks in that order. Sizes are shares of the trace's working set.
-
-Policies are compared with models. `s3_fifo` is the one by Yang et al. (SOSP '23), with a small
-queue of a tenth, a main queue, a ghost queue as long as the tier, and counts up to 3. A chunk is
-counted once per request; otherwise its look-up and its store would be two uses. `best` is Belady's:
-it evicts the chunk that is needed last, which requires knowing the future.
 """
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import platform
-from abc import ABC, abstractmethod
-from bisect import bisect_right
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -39,10 +31,6 @@ from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.eviction import POLICIES, choose_policy, credit_share
 from vllm_nvmeof_offload.manager.handshake import WritePolicy, agree
 from vllm_nvmeof_offload.protocol import CancelCommand, OpReport, RankHello, WriteCommand
-
-_NEVER = 1 << 62
-_SMALL = 0.1
-_COUNT_MAX = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,116 +56,6 @@ def asks_of(trace: Trace, pace: Pace, blocks_per_chunk: int) -> list[Ask]:
         answer = tuple(-next(numbers) for _ in range(max(0, filled)))
         asks.append(Ask(at_s, tuple(ends), answer))
     return asks
-
-
-class Tier(ABC):
-    """A model of one tier of `slots` chunks; it knows all requests. counts: under `cpu`, how many
-    chunks of prompts were found so far, each prompt's only up to its first miss."""
-
-    def __init__(self, slots: int, asks: Sequence[Ask]) -> None:
-        self.counts: Counter[str] = Counter()
-        self._slots = slots
-        self._now = -1  # the number of the current request
-        self._asked: dict[int, int] = {}  # chunk in the tier → last request that used it
-
-    def serve(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Process the next request from its look-up to its end."""
-        self._now += 1
-        there = itertools.takewhile(self._asked.__contains__, prompt)
-        self.counts["cpu"] += sum(1 for _ in there)
-        chunks = (*prompt, *answer)
-        for chunk in reversed(chunks):
-            if chunk in self._asked:
-                self._use(chunk)
-        for chunk in chunks:
-            if chunk not in self._asked and not self._insert(chunk):
-                break
-
-    @abstractmethod
-    def _use(self, chunk: int) -> None:
-        """Record that a chunk in the tier was used."""
-
-    @abstractmethod
-    def _insert(self, chunk: int) -> bool:
-        """Add a chunk, evict another if necessary; return False if this request uses all chunks."""
-
-
-class _S3Fifo(Tier):
-    def __init__(self, slots: int, asks: Sequence[Ask]) -> None:
-        super().__init__(slots, asks)
-        self._small_max = max(1, int(_SMALL * slots))
-        self._small: OrderedDict[int, None] = OrderedDict()
-        self._main: OrderedDict[int, None] = OrderedDict()
-        self._ghost: OrderedDict[int, None] = OrderedDict()
-        self._count: dict[int, int] = {}
-
-    def _use(self, chunk: int) -> None:
-        if self._asked[chunk] != self._now:
-            self._count[chunk] = min(_COUNT_MAX, self._count[chunk] + 1)
-            self._asked[chunk] = self._now
-
-    def _insert(self, chunk: int) -> bool:
-        if len(self._asked) >= self._slots and not self._evict():
-            return False
-        if chunk in self._ghost:
-            del self._ghost[chunk]
-            self._main[chunk] = None
-        else:
-            self._small[chunk] = None
-        self._count[chunk] = 0
-        self._asked[chunk] = self._now
-        return True
-
-    def _evict(self) -> bool:
-        for _ in range((_COUNT_MAX + 2) * self._slots):
-            small = len(self._small) > self._small_max or not self._main
-            queue = self._small if small else self._main
-            chunk, _none = queue.popitem(last=False)
-            if self._count[chunk] > 0:
-                self._count[chunk] = 0 if small else self._count[chunk] - 1
-                self._main[chunk] = None
-            elif self._asked[chunk] == self._now:
-                queue[chunk] = None
-            else:
-                del self._count[chunk], self._asked[chunk]
-                if small:
-                    self._ghost[chunk] = None
-                    if len(self._ghost) > self._slots:
-                        self._ghost.popitem(last=False)
-                return True
-        return False
-
-
-class _Best(Tier):
-    def __init__(self, slots: int, asks: Sequence[Ask]) -> None:
-        super().__init__(slots, asks)
-        self._uses: dict[int, list[int]] = {}
-        for now, ask in enumerate(asks):
-            for chunk in ask.prompt:
-                self._uses.setdefault(chunk, []).append(now)
-        self._next: dict[int, int] = {}
-        self._heap: list[tuple[int, int]] = []
-
-    def _use(self, chunk: int) -> None:
-        uses = self._uses.get(chunk, [])
-        at = bisect_right(uses, self._now)
-        self._next[chunk] = uses[at] if at < len(uses) else _NEVER
-        self._asked[chunk] = self._now
-        heapq.heappush(self._heap, (-self._next[chunk], chunk))
-
-    def _insert(self, chunk: int) -> bool:
-        while len(self._asked) >= self._slots:
-            negative, victim = self._heap[0]
-            if victim in self._asked and self._next[victim] == -negative:
-                if self._asked[victim] == self._now:
-                    return False
-                del self._asked[victim]
-            heapq.heappop(self._heap)
-        self._use(chunk)
-        return True
-
-
-MODELS: dict[str, type[Tier]] = {"s3_fifo": _S3Fifo, "best": _Best}
 
 
 _CHUNK_BYTES = 1 << 20  # arbitrary: sizes here are in chunks
@@ -218,7 +96,6 @@ class Settings:
         (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.4, 0.8), "Pool sizes to sweep."
     )
     cpus: tuple[float, ...] = option((0.02, 0.05, 0.1, 0.2), "CPU tier sizes to sweep.")
-    alone: tuple[float, ...] = (0.02, 0.05, 0.1, 0.15, 0.2, 0.4, 0.8)
     kv_bytes_per_token: int = option(
         131_072, "KV bytes per token, as reported by `vllm-nvmeof size` for a model.", min=1
     )
@@ -230,7 +107,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         check_positive(self, "chunk_tokens", "context_tokens_max", "kv_bytes_per_token")
-        shares = (self.gpu, self.cpu, self.pool, *self.pools, *self.cpus, *self.alone)
+        shares = (self.gpu, self.cpu, self.pool, *self.pools, *self.cpus)
         if any(not 0 <= share <= 10 for share in shares):
             raise BenchError("sizes must be shares of the working set, from 0 to 10")
         for policy in self.policies:
@@ -352,8 +229,7 @@ def run(
     if not before:
         raise BenchError(f"{settings.trace}: no request of a chunk or more under the context cap")
     shapes = list(settings.shapes(len(before)))
-    orders = (*settings.policies, *MODELS)
-    total = len(shapes) + len(settings.alone) * len(orders)
+    total = len(shapes)
     samples: list[Sample] = []
     for sweep, shape in shapes:
         on_progress(len(samples), total, f"{sweep} · {shape.policy}")
@@ -365,14 +241,6 @@ def run(
         stranded = lost / len(there) if there else 0.0
         samples.append(_sample(sweep, shape, world.counts, chunk_tokens, stranded))
     asked = sum(len(ask.prompt) for ask in asks)
-    for share in settings.alone:
-        for name in orders:
-            on_progress(len(samples), total, f"one tier · {name}")
-            slots = max(_CHUNKS_MIN, int(share * len(before)))
-            found = hits_of(name, slots, asks)
-            counts = Counter(pool=found, miss=asked - found)
-            shape = Shape(0, 0, slots, name, write_policy="")
-            samples.append(_sample("alone", shape, counts, chunk_tokens))
     on_progress(total, total, "done")
     return samples, {
         "versions": {"vllm-nvmeof-offload": __version__, "python": platform.python_version()},
@@ -387,15 +255,6 @@ def run(
         "virtual_seconds": asks[-1].at_s,
         "simulated": "requests in sequence, copies and I/O take no time; the manager is real",
     }
-
-
-def hits_of(policy: str, slots: int, asks: Sequence[Ask]) -> int:
-    """Return how many chunks of the prompts are found in one tier of `slots` chunks. policy: one of
-    the manager, for its CPU tier, or one of `MODELS`."""
-    tier = MODELS[policy](slots, asks) if policy in MODELS else World(Shape(0, slots, 0, policy))
-    for ask in asks:
-        tier.serve(ask.prompt, ask.answer)
-    return tier.counts["cpu"]
 
 
 def _sample(

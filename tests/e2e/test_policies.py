@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Load or compute, with a disk that is throttled or hangs: the faster choice is made; and chunks
 that are stored on the second lookup and written on eviction. The tests of admission assert
-decisions and tokens against the rates that the server exports; `vllm-nvmeof bench stream` measures
-durations."""
+decisions and tokens against the rates that the server exports, not durations."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def unsafe_in(source: str) -> list[str]:
 
 
 #: A benchmark of what vLLM does with each command: it unpickles what it has just pickled.
-MEASURES_PICKLES = "bench/vllm_nvmeof_bench/hotpath/chunks.py"
+MEASURES_PICKLES = "bench/vllm_nvmeof_bench/chunks.py"
 
 
 def test_nothing_read_from_disk_is_executed_or_unpickled() -> None:

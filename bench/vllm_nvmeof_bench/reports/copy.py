@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_nvmeof_bench.report import Column, Report, Table, arm_columns, by, rows_of
-from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import (
     Figure,
     Goal,
@@ -216,6 +215,5 @@ REPORTS = (
         lines=_lines,
         goals=goals,
         goals_title="Goals: the worst size, count or direction decides",
-        theirs=published.COPY,
     ),
 )

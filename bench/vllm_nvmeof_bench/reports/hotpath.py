@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench hotpath chunks`: stages, totals over stages, goals, tables.
+"""The report of `bench hotpath`: stages, totals over stages, goals, tables.
 
 A total is the sum over its stages within one round, and its figure is the median over the rounds. A
 round in which a stage was not measured has no total.

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm_nvmeof_bench.report import Column, Report, Table, versions_in
-from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import (
     Spread,
     distinct,
@@ -174,7 +173,6 @@ REPORTS = (
         Sample,
         _tables,
         lines=_lines,
-        theirs=published.LATENCY,
         columns=170,
     ),
 )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_nvmeof_bench import results
-from vllm_nvmeof_bench.report import Column, Report, Table, by, medians, tails
+from vllm_nvmeof_bench.report import Column, Report, Table, by, medians
 from vllm_nvmeof_bench.results import (
     METHOD,
     BenchError,
@@ -17,7 +17,6 @@ from vllm_nvmeof_bench.results import (
     Paired,
     bound,
     distinct,
-    percentile,
     select,
     values_of,
     worst,
@@ -27,9 +26,7 @@ from vllm_nvmeof_bench.results import (
 MB = 1_000_000
 #: A text of rates for links without limits, which idle servers use.
 NO_LINKS = "0:0"
-LOAD, IDLE, SERVING = "load", "idle", "serving"
-#: The arms of SERVING: the helper's own loads without peers and with them, and only the peers.
-ALONE, BESIDE, PEERS_ALONE = "alone", "beside", "peers"
+LOAD, IDLE = "load", "idle"
 WITHOUT, ABSENT, BOTH, LANDING = "without", "absent", "both", "landing"
 #: Only results of earlier versions contain this arm.
 VLLM_P2P = "vllm_p2p"
@@ -45,7 +42,6 @@ MESSAGES = "messages"
 TRANSPORTS = {"cma": "NIXL pulls, by the kernel's cma", MESSAGES: "messages over TCP"}
 BOTH_MIN, SUM_MIN, ABSENT_MIN, IDLE_MAX = 1.9, 0.93, 0.98, 0.5
 VLLM_P2P_MIN = 1.05
-SERVING_P99_MAX = 1.3
 
 
 def link_rates(rates: str) -> tuple[float, float]:
@@ -62,11 +58,11 @@ def link_rates(rates: str) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One load of one arm, one idle period, or one period in which only peers read.
+    """One load of one arm, or one idle period.
 
     rates: MB/s of the server's own link and of the peer's. size_bytes: payload of the load.
-    pulled_bytes: payload received from the peer; for a helper's loads, payload that it read for
-    peers in that time. cpu_s: CPU time of the loading process; helper_cpu_s: CPU time of the peer.
+    pulled_bytes: payload received from the peer. cpu_s: CPU time of the loading process;
+    helper_cpu_s: CPU time of the peer.
     """
 
     stage: str
@@ -125,20 +121,6 @@ def ratio(samples: Samples, place: Place, arm: str, beside: str = WITHOUT) -> Pa
     return results.median_ratio([a / b for a, b in pairs]) if pairs else None
 
 
-def beside_serving(samples: Samples, size_bytes: int, share: float) -> Figure | None:
-    """Return the ratio of a percentile of the helper's own load times, serving / not serving."""
-    where = {"stage": SERVING, "size_bytes": size_bytes}
-    alone, beside = (values_of(samples, "seconds", **where, arm=arm) for arm in (ALONE, BESIDE))
-    if not alone or not beside:
-        return None
-    ratio = percentile(beside, share) / percentile(alone, share)
-    return Figure(ratio, len(beside), results.size_name(size_bytes))
-
-
-def _sizes_of_serving(samples: Samples) -> list[int]:
-    return distinct(select(samples, stage=SERVING, arm=BESIDE), "size_bytes")
-
-
 def _is_equal(rates: str) -> bool:
     own, peer = link_rates(rates)
     return own == peer
@@ -176,9 +158,6 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
                 worst_ratio(BOTH, places, VLLM_P2P)) for places in (shown,) if places),
         bound("idle, of a core", "≤", IDLE_MAX,
               Figure(max(idle), len(idle)) if idle else None, " %"),
-        bound("a helper's own loads, P99: beside serving / without", "≤", SERVING_P99_MAX,
-              worst((beside_serving(samples, size, 0.99)
-                     for size in _sizes_of_serving(samples)), max)),
     ]  # fmt: skip
 
 
@@ -228,7 +207,6 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     ]
     title = f"One load, medians over {len(distinct(loads, 'round'))} rounds"
     yield Table(title, columns, rows, caption=METHOD, unit="MB/s")
-    yield from _tables_of_serving(samples)
     for name in distinct(loads, "transport"):
         yield f"{name}: {TRANSPORTS[name]}"
     for one in select(samples, stage=IDLE):
@@ -237,39 +215,6 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         yield (
             f"idle, {state} ({one.transport}), over {one.seconds:.0f} s: {own:.2f} % of a core "
             f"where chunks are loaded, {helper:.2f} % at the peer"
-        )
-
-
-def _tables_of_serving(samples: Samples) -> Iterator[Table | str]:
-    own = select(samples, stage=SERVING)
-    rows = [
-        {"size_bytes": size, "arm": arm}
-        for size in _sizes_of_serving(samples)
-        for arm in (ALONE, BESIDE)
-    ]
-
-    def over(share: float) -> Column:
-        def get(row: dict[str, Any]) -> float | None:
-            beside = row["arm"] == BESIDE
-            found = beside_serving(samples, row["size_bytes"], share) if beside else None
-            return found and found.value
-
-        return Column("/ alone", get, "{:.3f}")
-
-    columns = [
-        by("size_bytes", "load", results.size_name),
-        by("arm", "", lambda arm: "while it serves" if arm == BESIDE else "alone"),
-        tails(own, "median, ms", "seconds", 0.5, "{:.1f}", 0.001),
-        over(0.5),
-        tails(own, "P99, ms", "seconds", 0.99, "{:.1f}", 0.001),
-        over(0.99),
-    ]
-    if rows:
-        rates, loads = own[0].rates.split(":")[0], len(select(own, **rows[1]))
-        yield Table(f"A helper's own loads, by a link of {rates} MB/s", columns, rows)
-        peers = [one.pulled_bytes / MB / one.seconds for one in select(own, arm=PEERS_ALONE)]
-        yield f"{loads} loads of each kind; without loads peers get " + ", ".join(
-            f"{rate:.0f} MB/s" for rate in peers
         )
 
 

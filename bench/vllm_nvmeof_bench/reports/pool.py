@@ -14,7 +14,6 @@ from typing import Any
 
 from vllm_nvmeof_bench import results
 from vllm_nvmeof_bench.report import Report, Table, arm_columns, by
-from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import Figure, bound, distinct, ratio_of_medians, select, worst
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -138,6 +137,5 @@ REPORTS = (
         _tables,
         goals=goals,
         goals_title="Goals: ratios of medians",
-        theirs=published.POOL,
     ),
 )

@@ -12,7 +12,6 @@ from functools import partial
 import numpy as np
 
 from vllm_nvmeof_bench.report import Column, Conditions, Report, Table, by_arm
-from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import Spread, distinct, select, spread_of, values_of
 
 _PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"}
@@ -142,7 +141,6 @@ REPORTS = (
         Sample,
         _tables,
         lines=_lines,
-        theirs=published.REPLAY,
         columns=180,
     ),
 )

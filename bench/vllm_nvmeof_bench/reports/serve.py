@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm_nvmeof_bench import results
 from vllm_nvmeof_bench.report import NOTHING, Column, Report, Table, arm_columns, by, by_arm
-from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import distinct, mean, paired, select, spread_of
 
 #: (our arm, its rival: as much CPU memory and the same storage).
@@ -353,20 +352,17 @@ REPORTS = (
         "TTFT of one request",
         TtftSample,
         _ttft_tables,
-        theirs=published.TTFT,
     ),
     Report(
         "hits",
         "Throughput against the hit rate",
         HitSample,
         _hits_tables,
-        theirs=published.HITS,
     ),
     Report(
         "turns",
         "Conversations of four turns",
         TurnSample,
         _turns_tables,
-        theirs=published.TURNS,
     ),
 )

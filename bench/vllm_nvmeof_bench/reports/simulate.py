@@ -13,10 +13,10 @@ from vllm_nvmeof_offload.units import GIB
 
 @dataclass(frozen=True)
 class Sample:
-    """One simulated run. sweep: `pool`, `cpu`, `writes`, or `alone` (a single tier of
-    `pool_tokens`). All numbers count tokens: the sizes; the prompts, and where they were found;
-    what was stored in the CPU tier and written to the pool. stranded: share of the chunks in the
-    tiers at the end that cannot be found because their predecessor is in no tier."""
+    """One simulated run. sweep: `pool`, `cpu` or `writes`. All numbers count tokens: the sizes; the
+    prompts, and where they were found; what was stored in the CPU tier and written to the pool.
+    stranded: share of the chunks in the tiers at the end that cannot be found because their
+    predecessor is in no tier."""
 
     sweep: str
     policy: str
@@ -83,10 +83,6 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
     yield _by_policy("Hits over the size of the pool", pools, "hit_per_cent", conditions)
     written = [one for one in pools if one.pool_tokens]
     yield _by_policy("Written of the prompts' tokens", written, "written_per_cent", conditions)
-    if alone := select(samples, sweep="alone"):
-        title = "One tier alone: hits by order of eviction"
-        yield _by_policy(title, alone, "hit_per_cent", conditions)
-        yield "best: Belady's, which knows the future; s3_fifo: Yang et al., SOSP '23"
 
 
 def _by_policy(

@@ -22,10 +22,6 @@ WRONG = {
     "pool --arms uring": "no arm 'uring'; choose from ours",
     "pool --blocks 2MiB --bytes-per-round 4MiB": "fewer than 8 blocks",
     "copy --parts transfer,loop": "loops",
-    "cost --arms uring": "no arm 'uring'; choose from none, ours",
-    "cost --arms ours": "nothing to compare",
-    "stream --parts loads": "no part 'loads'; choose from load, prefetch",
-    "stream --dir /dev/shm --parts load": "give a directory on a disk",
     "latency --cases erase": "no case 'erase'",
     "latency --depths 1000": "smaller --depths",
     "latency --target here": "NAME=DIRECTORY",
@@ -34,8 +30,7 @@ WRONG = {
     "peers --rates 400:x": "400:x",
     "peers --rates 400:0": "400:0",
     "peers --rates 1:2:3": "1:2:3",
-    "hotpath chunks --chunks 512 --entries 1000": "1000 entries are too few for ops of 512 chunks",
-    "hotpath follow --entries 10 --changed 11": "11 of 10 entries cannot change",
+    "hotpath --chunks 512 --entries 1000": "1000 entries are too few for ops of 512 chunks",
     "simulate NONE": "no such file or folder",
     "replay NONE": "no such file or folder",
     "replay TRACE --arms gpu": "no arm 'gpu'",
@@ -68,9 +63,7 @@ def test_without_the_benchmarks_one_line_names_the_remedy() -> None:
     assert len(result.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize(
-    "name", ["pool", "copy", "cost", "latency", "ttft", "turns", "stream", "stall", "follow"]
-)
+@pytest.mark.parametrize("name", ["pool", "copy", "latency", "ttft", "turns", "stall", "moving"])
 def test_without_options_the_settings_have_their_own_defaults(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench hotpath chunks`: its arithmetic on made-up samples, and one small run of the real code."""
+"""`bench hotpath`: its arithmetic on made-up samples, and one small run of the real code."""
 
 from __future__ import annotations
 
@@ -141,7 +141,6 @@ def test_a_small_run_measures_every_stage_of_both_sides(tmp_path: Path) -> None:
     command = [
         "bench",
         "hotpath",
-        "chunks",
         "--chunks",
         "512",
         "--entries",

@@ -11,16 +11,12 @@ import pytest
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.reports.peers import (
     ABSENT,
-    ALONE,
-    BESIDE,
     BOTH,
     IDLE,
     LANDING,
     LOAD,
     MB,
     NO_LINKS,
-    PEERS_ALONE,
-    SERVING,
     TRANSPORTS,
     VLLM_P2P,
     WITHOUT,
@@ -29,9 +25,8 @@ from vllm_nvmeof_bench.reports.peers import (
 )
 
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.units import MIB
 
-GOALS = 7
+GOALS = 6
 
 
 def everything(
@@ -41,10 +36,8 @@ def everything(
     absent: float = 397.0,
     vllm: float = 700.0,
     idle: float = 0.1,
-    slowest: float = 0.12,
 ) -> list[Sample]:
-    """Three rounds of 400 MB; rates in MB/s, idleness in % of a core. slowest: of the helper's
-    own loads while it serves, in seconds; alone each takes 0.1."""
+    """Three rounds of 400 MB; rates in MB/s, idleness in % of a core."""
     found = []
     for transport in TRANSPORTS:
         for number in range(3):
@@ -62,13 +55,6 @@ def everything(
                     found.append(Sample(*where, 400 / rate, 400 * MB, pulled, 0.4, 0.1))
         cpu_s = 0.1 * idle
         found.append(Sample(IDLE, NO_LINKS, transport, BOTH, 0, 10.0, 0, 0, cpu_s / 2, cpu_s))
-    for size in (8 * MIB, 32 * MIB):
-        for number in range(3):
-            for arm, seconds in {ALONE: 0.1, BESIDE: 0.11 if number else slowest}.items():
-                own = SERVING, "400:400", "", arm, number
-                found.append(Sample(*own, seconds, size, 0, 0.1, 0.0))
-    rest = SERVING, "400:400", "", PEERS_ALONE, 0
-    found.append(Sample(*rest, 2.0, 0, 780 * MB, 0.1, 0.0))
     return found
 
 
@@ -76,7 +62,7 @@ def test_goals_are_ratios_of_rates() -> None:
     found = goals(everything(), {})
     assert [goal.reached for goal in found] == [True] * GOALS
     measured = [goal.measured for goal in found]
-    assert measured == pytest.approx([1.95, 1.925, 0.95, 397 / 400, 780 / 700, 0.1, 1.2], abs=0.01)
+    assert measured == pytest.approx([1.95, 1.925, 0.95, 397 / 400, 780 / 700, 0.1], abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +74,6 @@ def test_goals_are_ratios_of_rates() -> None:
         (3, {"absent": 390.0}),
         (4, {"vllm": 750.0}),
         (5, {"idle": 0.6}),
-        (6, {"slowest": 0.14}),
     ],
 )
 def test_each_goal_can_be_missed(number: int, slow: dict[str, float]) -> None:
@@ -105,7 +90,7 @@ def test_a_small_run_loads_over_both_links(tmp_path: Path) -> None:
     not looked at, because it follows from what else runs."""
     sizes = ["--chunks", "24", "--chunk", "512KiB", "--rates", "40:40", "--rounds", "2"]
     arms = f"{WITHOUT},{ABSENT},{BOTH},{LANDING}"
-    rest = ["--idle-s", "0.2", "--serving-loads", "1", "--arms", arms]
+    rest = ["--idle-s", "0.2", "--arms", arms]
     files = ["--dir", str(tmp_path / "disk"), "--json", str(tmp_path / "p.json")]
     done = CliRunner().invoke(app, ["bench", "peers", *sizes, *rest, *files])
     assert done.exit_code in (0, 1), done.output
@@ -113,8 +98,7 @@ def test_a_small_run_loads_over_both_links(tmp_path: Path) -> None:
     rows = json.loads((tmp_path / "p.json").read_text())["samples"]
     counts = Counter((one["stage"], one["arm"]) for one in rows)
     loads = dict.fromkeys([(LOAD, arm) for arm in (WITHOUT, ABSENT, BOTH, LANDING)], 2)
-    own = {(SERVING, ALONE): 4, (SERVING, BESIDE): 4, (SERVING, PEERS_ALONE): 1}
-    assert counts == loads | own | {(IDLE, ABSENT): 1, (IDLE, BOTH): 1}
+    assert counts == loads | {(IDLE, ABSENT): 1, (IDLE, BOTH): 1}
     for arm in (WITHOUT, ABSENT, BOTH, LANDING):
         of_arm = [one for one in rows if one["stage"] == LOAD and one["arm"] == arm]
         pulled, size = (sum(one[key] for one in of_arm) for key in ("pulled_bytes", "size_bytes"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench report`: every kind's tables, pictures and published figures; damage costs one line."""
+"""`bench report`: every kind's tables and pictures; damage costs one line."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ import pytest
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.benchmark import BENCHMARKS, report_of
 from vllm_nvmeof_bench.page import build
-from vllm_nvmeof_bench.report import Column, Published, Table, markdown
+from vllm_nvmeof_bench.report import Column, Table, markdown
 from vllm_nvmeof_bench.reports import copy as gpu
-from vllm_nvmeof_bench.reports import published
 from vllm_nvmeof_bench.results import BenchError, dump
 
-from tests.unit.bench import made_up, made_up_costs, stream_made_up, test_latency
+from tests.unit.bench import made_up, test_latency
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -27,8 +26,6 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """MADE-UP results of every kind that is here, and files that are not results."""
     directory = tmp_path_factory.mktemp("results")
     dump(directory / "a.json", "pool", made_up.everything((64 * KIB, 2 * MIB)), MACHINE)
-    dump(directory / "b.json", "stream", stream_made_up.everything(), stream_made_up.CONDITIONS)
-    dump(directory / "c.json", "cost", made_up_costs.everything(), MACHINE)
     dump(directory / "d.json", "latency", test_latency.everything(), {})
     copies = [
         gpu.Sample("both", arm, "both", 2 * MIB, 10, 0, value)
@@ -43,10 +40,10 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (directory / "lacking.json").write_text(
         json.dumps({"schema": 1, "bench": "pool", "samples": rows, "conditions": {}})
     )
-    row = {"part": "load", "case": "memory", "arm": "ours", "at": "x", "round": [], "number": 0}
-    row |= {"seconds": "soon", "payload_bytes": 1, "cpu_s": 1, "loaded_tokens": 1}
+    row = {"case": "batch_write", "arm": "ours", "block_bytes": 1, "round": 0, "mib_per_s": "fast"}
+    row |= {"cpu_s_per_gib": None, "p50_us": None, "p99_us": None}
     (directory / "words.json").write_text(
-        json.dumps({"schema": 1, "bench": "stream", "samples": [row], "conditions": {}})
+        json.dumps({"schema": 1, "bench": "pool", "samples": [row], "conditions": {}})
     )
     (directory / "notes.txt").write_text("not looked at")
     return directory
@@ -67,18 +64,12 @@ def section(text: str, name: str) -> str:
 
 
 def test_every_file_is_a_section_with_its_tables(text: str) -> None:
-    for name, stem in zip(("pool", "stream", "cost", "latency", "copy"), "abcde", strict=True):
+    for name, stem in zip(("pool", "latency", "copy"), "ade", strict=True):
         assert f"`{stem}.json`" in section(text, name)
     page = section(text, "pool")
     assert "| batch_write | 64 KiB | 2,000 | 1,900 | 2,050 | 2,100 | 2,080 | 450 |" in page
-    assert "2 CPUs made up; vLLM 0.0" in section(text, "cost")
+    assert "2 CPUs made up; vLLM 0.0" in page
     assert "[/]" not in text, "a terminal's markup is not a page's"
-
-
-def test_published_figures_are_shown_with_their_source(text: str) -> None:
-    assert "| reads of 2 MiB, vLLM's fs tier / fio | 3.2 of 6.9 GB/s (46 %) |" in text
-    assert "| one read in flight, attached directly | under 10 µs on that drive |" in text
-    assert "**Published figures.** vLLM's blog" in text
 
 
 def test_each_file_that_is_no_result_costs_one_line(results: Path, text: str) -> None:
@@ -87,16 +78,8 @@ def test_each_file_that_is_no_result_costs_one_line(results: Path, text: str) ->
         "broken.json", "lacking.json", "list.json", "nobody.json", "strange.json", "words.json"
     ]  # fmt: skip
     assert "no benchmark is called 'strange'" in text
-    assert "`words.json`: damaged: TypeError" in text
+    assert "`words.json`: damaged: ValueError" in text
     assert str(results) not in text
-
-
-def test_every_published_row_has_a_text_for_each_column() -> None:
-    found = [one for one in vars(published).values() if isinstance(one, Published)]
-    assert len(found) == 9
-    for one in found:
-        assert one.source
-        assert all(len(row) == 1 + len(one.columns) for row in one.rows)
 
 
 def test_a_kind_that_is_not_installed_is_reported(

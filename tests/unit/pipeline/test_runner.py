@@ -224,7 +224,7 @@ _STATUS = 7
 _CHUNKS = 65_536  # they keep the thread busy for 20 ms
 _EXITING = f"""
 import time
-from vllm_nvmeof_bench.hotpath import chunks
+from vllm_nvmeof_bench import chunks
 
 def leave(seconds):
     raise SystemExit({_STATUS})

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench hotpath chunks`: the cost per chunk on every thread that requests wait for.
+"""`bench hotpath`: the cost per chunk on every thread that requests wait for.
 
 Our manager and vLLM's own `CPUOffloadingManager` are in one process, with the same number of
 entries, and take turns within a round in random order. Times are CPU time of one thread, to exclude
