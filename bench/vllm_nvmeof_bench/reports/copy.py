@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_nvmeof_bench.report import Column, Report, Table, arm_columns, by, rows_of
+from vllm_nvmeof_bench.report import (
+    Column,
+    Report,
+    Table,
+    arm_columns,
+    by,
+    compared,
+    ratios_of,
+    rows_of,
+)
 from vllm_nvmeof_bench.results import (
     Figure,
     Goal,
@@ -161,6 +170,18 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
         ]
         rows = rows_of(chosen, "direction", "block_bytes", "count")
         yield Table(f"{title}; median of {rounds} rounds", columns, rows, grouped=True)
+    transfers = select(samples, case="transfer")
+    yield compared(
+        "GB/s, paired by round",
+        [
+            row
+            for _, direction, size, count in _keys(transfers)
+            for row in ratios_of(
+                transfers, "value", "auto", "vllm", False, f"{direction}, {format_bytes(size)}",
+                direction=direction, block_bytes=size, count=count,
+            )
+        ],
+    )  # fmt: skip
     for case in ("disk", *sorted({s.case for s in samples if s.case.startswith("loop_")})):
         if chosen := select(samples, case=case):
             yield _arm_table(chosen, case)

@@ -13,8 +13,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_nvmeof_bench import results
-from vllm_nvmeof_bench.report import Column, Report, Table, arm_columns, by, medians, tails
-from vllm_nvmeof_bench.results import METHOD, Figure, Goal, Paired, bound, distinct, select
+from vllm_nvmeof_bench.report import (
+    Column,
+    Report,
+    Table,
+    arm_columns,
+    by,
+    compared,
+    medians,
+    tails,
+)
+from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, select
 
 OURS, STICKY, PEER = "ours", "sticky", "peer"
 #: The arms that are compared with ours → the required ratios.
@@ -76,31 +85,30 @@ def _paired(samples: Samples, arm: str, other: str, measure: str) -> list[tuple[
     return [pair for pair in pairs if min(pair) > 0]
 
 
-def ratio_of_ttft(samples: Samples, arm: str, other: str) -> Paired | None:
-    """Return the ratio of the TTFT on `arm` to that on `other`, turn by turn."""
-    pairs = _paired(samples, arm, other, "ttft_s")
-    return results.median_ratio([a / b for a, b in pairs]) if pairs else None
+def ratio_of_ttft(samples: Samples, arm: str, other: str) -> list[float]:
+    """Return the ratios of the TTFT on `arm` to that on `other`, turn by turn."""
+    return [a / b for a, b in _paired(samples, arm, other, "ttft_s")]
 
 
-def ratio_of_found(samples: Samples, arm: str, other: str) -> Paired | None:
-    """Return the ratio of the shares of prompt tokens that were not computed, round by round."""
+def ratio_of_found(samples: Samples, arm: str, other: str) -> list[float]:
+    """Return the ratios of the shares of prompt tokens that were not computed, round by round."""
     return _by_round(samples, arm, other, lambda some: _found(some, *_PLACES))
 
 
-def ratio_of_tokens(samples: Samples, arm: str, other: str) -> Paired | None:
-    """Return the ratio of tokens per second on `arm` to those on `other`, round by round."""
+def ratio_of_tokens(samples: Samples, arm: str, other: str) -> list[float]:
+    """Return the ratios of tokens per second on `arm` to those on `other`, round by round."""
     return _by_round(samples, arm, other, tokens_per_s)
 
 
 def _by_round(
     samples: Samples, arm: str, other: str, measure: Callable[[Samples], float | None]
-) -> Paired | None:
+) -> list[float]:
     found = []
     for one in sorted(set(distinct(samples, "round"))):
         ours, theirs = (measure(select(samples, arm=name, round=one)) for name in (arm, other))
         if ours and theirs:
             found.append(ours / theirs)
-    return results.median_ratio(found) if found else None
+    return found
 
 
 def _found(samples: Samples, *places: str) -> float | None:
@@ -125,8 +133,11 @@ def different(samples: Samples) -> tuple[int, int]:
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     """Return the goals for our arm against vLLM's tiering, and against conversations that stay."""
 
-    def figure(found: Paired | None, inverse: bool = False) -> Figure | None:
-        return Figure(1 / found.middle if inverse else found.middle, found.n) if found else None
+    def figure(values: list[float], inverse: bool = False) -> Figure | None:
+        if not values:
+            return None
+        found = results.median_ratio(values)
+        return Figure(1 / found.middle if inverse else found.middle, found.n)
 
     made = []
     for rival, least in _RIVALS.items():
@@ -178,19 +189,14 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     ]
     yield Table("TTFT in ms by turn, medians", columns, turns, unit="ms")
     ratios = [
-        (f"{what}, ours / {rival}", found)
+        (what, OURS, rival, found, what == "TTFT")
         for rival in _RIVALS
         for what, of in _RATIOS.items()
         if (found := of(samples, OURS, rival))
     ]
-    columns = [
-        Column("paired", lambda row: row[0]),
-        Column("ratio", lambda row: row[1], "{:.3f}"),
-        Column("pairs", lambda row: row[1].n),
-    ]
-    yield Table("Ours beside others", columns, ratios, caption=METHOD)
-    unequal, compared = different(samples)
-    yield f"answers that differ between arms: {unequal} of {compared}"
+    yield compared("Ours beside others", ratios)
+    unequal, count = different(samples)
+    yield f"answers that differ between arms: {unequal} of {count}"
 
 
 _RATIOS = {"tokens/s": ratio_of_tokens, "TTFT": ratio_of_ttft, "share found": ratio_of_found}

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_nvmeof_bench import results
-from vllm_nvmeof_bench.report import Report, Table, arm_columns, by
+from vllm_nvmeof_bench.report import Report, Table, arm_columns, by, compared, ratios_of
 from vllm_nvmeof_bench.results import Figure, bound, distinct, ratio_of_medians, select, worst
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -80,6 +80,20 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
         columns = [by("case"), by("block_bytes", "block", results.size_name)]
         columns += arm_columns(some, arms, measure, form)
         yield Table(f"{title}, median of {rounds} rounds", columns, rows, grouped=True, unit=unit)
+    yield compared(
+        "Paired by round",
+        [
+            row
+            for measure, what in ((_RATE, "MiB/s"), (_CPU, "CPU s/GiB"))
+            for case, block in sorted({(one.case, one.block_bytes) for one in rates})
+            for arm in ("ours", "ours_threads")
+            for row in ratios_of(
+                rates, measure, arm, _FS, measure == _CPU,
+                f"{what}, {case.replace('_', ' ')}, {results.size_name(block)}",
+                case=case, block_bytes=block,
+            )
+        ],
+    )  # fmt: skip
 
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[results.Goal]:

@@ -12,11 +12,27 @@ from functools import partial
 from typing import Any
 
 from vllm_nvmeof_bench import results
-from vllm_nvmeof_bench.report import NOTHING, Column, Report, Table, arm_columns, by, by_arm
+from vllm_nvmeof_bench.report import (
+    NOTHING,
+    Column,
+    Report,
+    Table,
+    arm_columns,
+    by,
+    by_arm,
+    compared,
+)
 from vllm_nvmeof_bench.results import distinct, mean, paired, select, spread_of
 
-#: (our arm, its rival: as much CPU memory and the same storage).
-_RIVALS = (("full", "peer_full"), ("pool", "peer"), ("target", "peer_target"))
+#: (our arm, its rival: as much CPU memory and the same storage, or the storage's limit). On a GPU
+#: ours may name a copy backend.
+_RIVALS = (
+    *((ours, "peer_full") for ours in ("full", "full:dma", "full:kernel")),
+    *((ours, "peer") for ours in ("pool", "pool:dma")),
+    ("target", "peer_target"),
+    ("pool", "drive"),
+    ("target", "stand_in"),
+)
 _PLACES = ("gpu", "cpu", "pool", "other")
 Conditions = Mapping[str, Any]
 
@@ -178,15 +194,21 @@ def turns_of(samples: Sequence[Any], arm: str, concurrency: int) -> Turns:
     )
 
 
-def ratio_of_turns(samples: Sequence[Any], arm: str, other: str, concurrency: int) -> list[float]:
-    """Return the ratios of tokens per second of `arm` to those of `other`, paired by round."""
+def ratio_of_turns(
+    samples: Sequence[Any], arm: str, other: str, concurrency: int, name: str = "tokens_per_s"
+) -> list[float]:
+    """Return the ratios of a figure of `Turns`, `arm` / `other`, paired by round."""
     found = []
     for index in _levels(samples, "round"):
         part = select(samples, round=index)
-        mine, theirs = (turns_of(part, name, concurrency).tokens_per_s for name in (arm, other))
+        mine, theirs = (getattr(turns_of(part, one, concurrency), name) for one in (arm, other))
         if mine is not None and theirs:
             found.append(mine / theirs)
     return found
+
+
+#: Figures of `Turns` that are compared.
+_RATIOS = {"tokens/s": "tokens_per_s", "TTFT avg": "ttft_mean_s", "TTFT P95": "ttft_p95_s"}
 
 
 def changed(value: float | None, base: float | None) -> str:
@@ -228,25 +250,20 @@ def _found_table(samples: Sequence[Any], field: str, form: str) -> Table:
 
 
 def _rivals_table(
-    samples: Sequence[Any], ratios: Mapping[str, Callable[[str, str], list[float]]]
+    samples: Sequence[Any],
+    ratios: Mapping[str, Callable[[str, str], list[float]]],
 ) -> Table:
-    """Return a table with a row per pair of rivals that were both measured."""
+    """Return a table with a row per figure and pair of rivals that were both measured.
+
+    Figures whose title begins with TTFT or CPU are better if they are lower.
+    """
     rows = [
-        (what, f"{mine} / {theirs}", found)
+        (what, *pair, found, what.startswith(("TTFT", "CPU")))
         for what, of in ratios.items()
-        for mine, theirs in rivals(distinct(samples, "arm"))
-        if (found := of(mine, theirs))
+        for pair in rivals(distinct(samples, "arm"))
+        if (found := of(*pair))
     ]
-    columns = [
-        Column("paired", lambda row: row[0]),
-        Column("", lambda row: row[1], left=True),
-        Column("median", lambda row: results.median_ratio(row[2]), "{:.2f}", drawn=True),
-        Column("from", lambda row: min(row[2]), "{:.2f}"),
-        Column("to", lambda row: max(row[2]), "{:.2f}"),
-        Column("pairs", lambda row: len(row[2])),
-    ]
-    title = "Ours / vLLM's tiering with the same memory"
-    return Table(title, columns, rows, caption=results.METHOD, unit="ratio")
+    return compared("Ours / the other", rows)
 
 
 def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
@@ -269,7 +286,11 @@ def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
     columns = [Column("tokens", str), *by_arm(arms, times, "{:.2f}×")]
     yield Table("First time / returning, paired by prompt: times as fast", columns, lengths)
     yield _found_table(select(samples, phase="back"), "length", "{}")
-    yield _rivals_table(samples, {"TTFT": lambda a, b: ratio_of_ttft(samples, a, None, b)})
+    ratios = {
+        f"TTFT of {length:,} tokens": lambda a, b, at=length: ratio_of_ttft(samples, a, at, b)
+        for length in lengths
+    }
+    yield _rivals_table(samples, ratios)
     known = results.values_of(samples, "same")
     yield f"answers that equal the first arm's: {int(sum(known))} of {len(known)}"
 
@@ -338,10 +359,12 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
     title = f"Conversations; rounds, taken together: {rounds}"
     yield Table(title, columns, found, grouped=True, unit="prompt and answer tokens per second")
     yield "tokens/s: of all prompts and answers; found: share of the prompts' tokens"
-    yield _rivals_table(
-        samples,
-        {f"tokens/s at {one}": partial(ratio_of_turns, samples, concurrency=one) for one in levels},
-    )
+    ratios = {
+        f"{title} at {level}": partial(ratio_of_turns, samples, concurrency=level, name=name)
+        for title, name in _RATIOS.items()
+        for level in levels
+    }
+    yield _rivals_table(samples, ratios)
     same, compared = _same_turns(samples)
     yield f"answers that equal the first arm's: {same} of {compared}"
 

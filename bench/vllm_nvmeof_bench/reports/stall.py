@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_nvmeof_bench import results
-from vllm_nvmeof_bench.report import Column, Report, Table, by, medians
+from vllm_nvmeof_bench.report import Column, Report, Table, by, compared, medians, ratios_of
 from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select
 
 ALONE, IN_GPU, BACK = "alone", "in_gpu", "back"
@@ -25,6 +25,12 @@ _CHUNKS_MIN = 3000
 #: Our arms to which `_STEPS_MAX` applies → where each finds the prompt.
 _LOADED = {"full": "the CPU tier", "pool": "the pool"}
 _STEPS_MAX = 2
+#: Title, measure, whether less is better.
+_COMPARED = (
+    ("longest gap during a load", "gap_ms", True),
+    ("TTFT of the prompt", "ttft_s", True),
+    ("tokens/s of the others", "tokens_per_s", False),
+)
 
 
 @dataclass(frozen=True)
@@ -137,6 +143,15 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
             f"again, {sum(one.restarts for one in again)} times in all; the time between is not a "
             "gap"
         )
+    yield compared(
+        "Paired by round",
+        [
+            row
+            for title, measure, lower in _COMPARED
+            for ours in _LOADED
+            for row in ratios_of(of_phase[BACK], measure, ours, _THEIRS, lower, title)
+        ],
+    )
     back, places = of_phase[BACK], ("gpu", "cpu", "pool", "other")
     columns = [
         by("arm", "the prompt, lost there"),
