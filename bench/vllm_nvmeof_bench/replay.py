@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench replay`: replay the same sessions of a trace at the same pace against each arm in turn.
 
+In every round the arms run in random order, and no round's prompts share tokens with another's.
+
 A session's next request is sent after the last answer and the user's think time. A server that
 falls behind thus receives requests later, not more at once, but must recompute contexts that were
 evicted by then, and falls behind further. The replay shows this spiral.
@@ -24,7 +26,7 @@ from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.reports.replay import Sample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.fleet import Run, ServerSettings, arms_option, run
-from vllm_nvmeof_bench.servers.client import Answer, Client, Tokens
+from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Tokens
 from vllm_nvmeof_bench.settings import option
 from vllm_nvmeof_bench.traces import (
     TRACE_HELP,
@@ -96,12 +98,7 @@ class Settings(ServerSettings):
     )
     sessions: int = option(0, "Sessions to draw from the trace by the seed; 0: all.", min=0)
     gpu_tokens: int = option(8192, "Tokens in the GPU cache of servers started here.", min=64)
-    third_tokens: int = option(
-        0,
-        "Tokens in a CPU tier that holds a third. 0: a third of the whole trace, which may be all "
-        "that a short run needs.",
-        min=0,
-    )
+    rounds: int = option(1, "Runs of each arm.", min=1)
 
     def __post_init__(self) -> None:
         if self.duration_s <= 0:
@@ -115,7 +112,6 @@ def _measure(settings: Settings, json_path: Path) -> None:
         trace.unique_tokens() + sum(one.output_tokens for one in trace.requests()),
         longest,
         max(settings.gpu_tokens, longest + 64),
-        third_tokens=settings.third_tokens or None,
         max_num_seqs=max(16, settings.pace.users),
     )
     run(
@@ -156,27 +152,36 @@ def _replays(settings: Settings, trace: Trace, run: Run) -> None:
     conditions["sessions"] = len(trace.sessions)
     conditions["requests"] = sum(1 for _ in trace.requests())
     conditions["block_tokens"] = trace.block_tokens
-    conditions["hits"], conditions["working_set_tokens"] = {}, {}
-    vocabulary = Vocabulary(tokens.low, tokens.high, settings.pace.seed)
-    for number, (arm, client) in enumerate(fleet.clients.items()):
+    hits = dict.fromkeys(fleet.clients, Hits())
+    working = conditions["working_set_tokens"] = dict.fromkeys(fleet.clients, 0)
+    turns = [
+        (number, arm)
+        for number in range(settings.rounds)
+        for arm in fleet.shuffled(f"{settings.pace.seed} {number}")
+    ]
+    for done, (number, arm) in enumerate(turns):
+        client = fleet.clients[arm]
 
-        def on_request(done: int, arm: str = arm, number: int = number) -> None:
-            run.on_progress(number, len(fleet.clients), f"{arm} · {done} requests")
+        def on_request(count: int, arm: str = arm, done: int = done) -> None:
+            run.on_progress(done, len(turns), f"{arm} · {count} requests")
 
         on_request(0)
+        vocabulary = Vocabulary(tokens.low, tokens.high, settings.pace.seed + number)
         before = fleet.run(client.hits())
-        replay = Replay(arm, client, trace, settings.pace, vocabulary, on_request)
+        replay = Replay(arm, client, trace, settings.pace, vocabulary, on_request, number)
         fleet.run(replay.run(settings.duration_s))
-        conditions["hits"][arm] = asdict(fleet.run(client.hits()) - before)
-        conditions["working_set_tokens"][arm] = len(replay.asked) * trace.block_tokens
+        fleet.run(client.settle())
+        hits[arm] += fleet.run(client.hits()) - before
+        working[arm] = max(working[arm], len(replay.asked) * trace.block_tokens)
         run.samples.extend(replay.samples)
-    run.on_progress(len(fleet.clients), len(fleet.clients), "done")
+    conditions["hits"] = {arm: asdict(found) for arm, found in hits.items()}
+    run.on_progress(len(turns), len(turns), "done")
 
 
 @dataclass
 class Replay:
-    """The users of one arm. Call `run` once; it fills `samples`, and `asked` with the IDs of all
-    requested blocks."""
+    """The users of one arm. number: the round's. Call `run` once; it fills `samples`, and `asked`
+    with the IDs of all requested blocks."""
 
     arm: str
     client: Client
@@ -184,6 +189,7 @@ class Replay:
     pace: Pace
     vocabulary: Vocabulary
     on_request: Callable[[int], None] = lambda done: None
+    number: int = 0
     samples: list[Sample] = field(default_factory=list)
     asked: set[int] = field(default_factory=set)
 
@@ -231,7 +237,7 @@ class Replay:
             at_s, why = sent_s - self._begun_s, reply.failure or ""
             ttft_s = reply.ttft_s if reply.times else None
             counts = (ttft_s, reply.end_s, reply.tokens_in, reply.tokens_out)
-            self.samples.append(Sample(self.arm, session, at_s, *counts, ended, why))
+            self.samples.append(Sample(self.arm, session, at_s, *counts, ended, why, self.number))
             self.on_request(len(self.samples))
 
 

@@ -11,8 +11,16 @@ from functools import partial
 
 import numpy as np
 
-from vllm_nvmeof_bench.report import Column, Conditions, Report, Table, by_arm
-from vllm_nvmeof_bench.results import Spread, distinct, select, spread_of, values_of
+from vllm_nvmeof_bench.report import Column, Conditions, Report, Table, by_arm, compared
+from vllm_nvmeof_bench.results import (
+    Spread,
+    distinct,
+    median,
+    percentile,
+    select,
+    spread_of,
+    values_of,
+)
 
 _PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"}
 
@@ -20,7 +28,8 @@ _PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"
 @dataclass(frozen=True)
 class Sample:
     """One request. at_s: when it was sent, from the first user's arrival. ttft_s, end_s: from when
-    it was sent; ttft_s None: no token. ended: `whole`, `failed`, or `cut` when time was up."""
+    it was sent; ttft_s None: no token. ended: `whole`, `failed`, or `cut` when time was up. why:
+    the reason of a failure."""
 
     arm: str
     session: str
@@ -31,31 +40,52 @@ class Sample:
     tokens_out: int
     ended: str
     why: str = ""
+    round: int = 0
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Seconds per generated token after the first one; None if the request is not whole."""
+        if self.ttft_s is None or self.ended != "whole" or self.tokens_out < 2:
+            return None
+        return (self.end_s - self.ttft_s) / (self.tokens_out - 1)
 
 
 def summary_of(samples: Sequence[Sample], arm: str) -> dict[str, float]:
     """Return one arm's figures by name; empty if it produced no token.
 
     TTFT is in seconds, for all requests that received a token. Tokens per second are those of whole
-    requests, divided by the time from the first user's arrival to the end.
+    requests, divided by the time from the first user's arrival to the end, over all rounds.
     """
     mine = select(samples, arm=arm)
     firsts = values_of(mine, "ttft_s")
     if not firsts:
         return {}
     whole = select(mine, ended="whole")
-    seconds = max(one.at_s + one.end_s for one in mine)
+    rounds = [select(mine, round=number) for number in distinct(mine, "round")]
+    seconds = sum(max(one.at_s + one.end_s for one in part) for part in rounds)
     return {
         "completed": len(whole),
         "failed": len(select(mine, ended="failed")),
         "cut": len(select(mine, ended="cut")),
         "ttft_mean_s": statistics.fmean(firsts),
         "ttft_median_s": statistics.median(firsts),
-        "ttft_p95_s": float(np.percentile(firsts, 95)),
-        "ttft_max_s": max(firsts),
+        "ttft_p95_s": percentile(firsts, 0.95),
+        "ttft_p99_s": percentile(firsts, 0.99),
+        "tpot_ms": 1000 * (median(values_of(mine, "tpot_s")) or 0.0),
         "tokens_in_per_s": sum(one.tokens_in for one in whole) / seconds,
         "tokens_out_per_s": sum(one.tokens_out for one in whole) / seconds,
     }
+
+
+def ratio(samples: Sequence[Sample], name: str, arm: str, other: str) -> list[float]:
+    """Return the ratios of a figure of `summary_of`, `arm` / `other`, paired by round."""
+    found = []
+    for number in sorted(set(distinct(samples, "round"))):
+        part = select(samples, round=number)
+        ours, theirs = (summary_of(part, one).get(name) for one in (arm, other))
+        if ours and theirs:
+            found.append(ours / theirs)
+    return found
 
 
 def _lines(conditions: Conditions) -> Iterator[str]:
@@ -69,7 +99,7 @@ def _lines(conditions: Conditions) -> Iterator[str]:
     yield (
         f"{pace['users']} users, one every {pace['ramp_s']:g} s, think times × "
         f"{pace['time_scale']:g}, at most {pace['think_s_max']:g} s; "
-        f"{settings['duration_s']:g} s per arm, one arm after the other"
+        f"{settings['duration_s']:g} s per run, {settings.get('rounds', 1)} runs of each arm"
     )
     if settings.get("third_tokens"):
         yield f"a CPU tier that holds a third holds {settings['third_tokens']:,} tokens"
@@ -82,16 +112,24 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
     def shown(title: str, name: str, form: str) -> Column:
         return Column(title, lambda arm: found[arm].get(name), form)
 
-    seconds = (("TTFT avg", "mean"), ("median", "median"), ("P95", "p95"), ("max", "max"))
+    seconds = (("TTFT avg", "mean"), ("median", "median"), ("P95", "p95"), ("P99", "p99"))
     columns = [
         Column("arm", str),
         *(shown(name, name, "{:,}") for name in ("completed", "failed", "cut")),
         *(shown(title, f"ttft_{name}_s", "{:.3f}") for title, name in seconds),
+        shown("TPOT, ms", "tpot_ms", "{:.0f}"),
         shown("input/s", "tokens_in_per_s", "{:,.0f}"),
         shown("output/s", "tokens_out_per_s", "{:,.1f}"),
     ]
     title = "Requests, time to first token (s), tokens per second of whole requests"
     yield Table(title, columns, arms)
+    rows = [
+        (title, *pair, values, lower)
+        for title, name, lower in _COMPARED
+        for pair in _PAIRS
+        if (values := ratio(samples, name, *pair))
+    ]
+    yield compared("Paired by run", rows)
     yield _over_time(samples, arms)
 
     def rate(arm: str, place: str) -> float | None:
@@ -134,6 +172,15 @@ def _over_time(samples: Sequence[Sample], arms: Sequence[str]) -> Table:
 
 
 _WINDOWS = 12
+#: (ours, beside what): the pool's gain, and vLLM's tiering with as much memory.
+_PAIRS = (("pool", "third"), ("pool", "peer"))
+#: Title, figure of `summary_of`, whether less is better.
+_COMPARED = (
+    ("completed", "completed", False),
+    ("TTFT average", "ttft_mean_s", True),
+    ("TTFT P95", "ttft_p95_s", True),
+    ("TPOT", "tpot_ms", True),
+)
 REPORTS = (
     Report(
         "replay",

@@ -52,8 +52,11 @@ _SMALL = ModelShape(layers=4, hidden=256, intermediate=1024, heads=2, kv_heads=2
 _LARGE = ModelShape(
     layers=8, hidden=2048, intermediate=7168, heads=16, kv_heads=4, positions_max=131_072
 )
+#: So much to compute per token that two cores do about 3,000 a second.
+_MEDIUM = ModelShape(layers=4, hidden=512, intermediate=2048, heads=4, kv_heads=2)
 _BYTES = {"float32": 4, "bfloat16": 2}
 _RANDOM, _REAL = "random", "smollm2"
+_SHAPES = {"medium": _MEDIUM, _REAL: smollm2.SHAPE}
 
 #: A note printed with the peer's figures.
 PEER_NOTE = (
@@ -93,6 +96,7 @@ ARMS = {
     for arm in (
         Arm("none", "GPU memory only"),
         Arm("cpu", "our CPU tier, holds all", "all"),
+        Arm("third", "our CPU tier, holds a third, without pool", "third"),
         Arm("pool", "our CPU tier, holds a third, and pool", "third", pool=True),
         Arm("target", "the same, disk throttled", "third", pool=True, throttled=True),
         Arm("full", "our CPU tier, holds all, and pool", "all", pool=True),
@@ -131,10 +135,16 @@ class ServerSettings:
     )
     model: str = option(
         _RANDOM,
-        f"Model of the servers to start: {_RANDOM}, or {_REAL} (45 KiB of KV per token).",
+        f"Model of the servers to start: {_RANDOM}, medium (random, 18 M parameters, for a CPU) "
+        f"or {_REAL} (45 KiB of KV per token).",
     )
     server_args: str = option(
         "", "More arguments for `vllm serve`, in one quoted text, for the servers started here."
+    )
+    third_tokens: int = option(
+        0,
+        "Tokens in a CPU tier that holds a third; 0: a third of what is stored in all.",
+        min=0,
     )
     directory: Path = option(
         Path("build/bench/disk"),
@@ -148,10 +158,12 @@ class ServerSettings:
 
     def sizes_of(self, working: int, request_max: int, gpu: int, **more: Any) -> Sizes:
         """Return sizes, in tokens, of the servers to start. more: fields of `Sizes`."""
-        if self.model not in (_RANDOM, _REAL):
-            raise BenchError(f"--model {self.model!r}: give {_RANDOM} or {_REAL}")
-        if self.model == _REAL:
-            more |= {"shape": smollm2.SHAPE, "dtype": "float32"}
+        if self.model in _SHAPES:
+            more |= {"shape": _SHAPES[self.model], "dtype": "float32"}
+        elif self.model != _RANDOM:
+            raise BenchError(f"--model {self.model!r}: give {_RANDOM}, {' or '.join(_SHAPES)}")
+        if self.third_tokens:
+            more["third_tokens"] = self.third_tokens
         args = {"target_mb_per_s": self.target_mb_per_s, "server_args": self.server_args}
         return Sizes(working, request_max, gpu, **args, **more)
 
@@ -320,11 +332,15 @@ _REMOTE_TOKENS = Tokens(1000, 30000)
 
 @dataclass
 class Fleet:
-    """The clients of all servers, and the servers that were started here, by name."""
+    """The clients of all servers, and the servers that were started here, by name.
+
+    restart: stops the servers that were started here and starts them again; their directories stay.
+    """
 
     runner: asyncio.Runner
     clients: dict[str, Client] = field(default_factory=dict)
     servers: dict[str, Server] = field(default_factory=dict)
+    restart: Callable[[], None] = lambda: None
 
     def run(self, coroutine: Any) -> Any:
         """Run a client's coroutine to completion."""
@@ -359,24 +375,36 @@ def serving(
     key = os.environ.get("OPENAI_API_KEY")
     with ExitStack() as stack:
         fleet = Fleet(stack.enter_context(asyncio.Runner()))
-        for at in range(0, len(ours), _AT_ONCE):
-            some = list(ours)[at : at + _AT_ONCE]
-            on_step("starting vllm serve: " + ", ".join(some))
-            for name in some:
-                server = stack.enter_context(Server(ours[name], logs / f"{name}.log"))
-                fleet.servers[name] = server
-                if name in throttles:
-                    throttles[name].add(server.pid)
-            for name in some:
-                _wait_ready(name, fleet.servers[name])
-        for name, spec in wanted.items():
-            if name in ours:
-                client = Client(fleet.servers[name].url)
-            else:
-                client = Client(str(spec), model="", api_key=key)
+
+        def connect(name: str, client: Client) -> None:
             fleet.clients[name] = client
-            stack.callback(lambda client=client: fleet.run(client.close()))
+            stack.callback(lambda: fleet.run(client.close()))
             fleet.run(client.model())
+
+        def start() -> None:
+            for at in range(0, len(ours), _AT_ONCE):
+                some = list(ours)[at : at + _AT_ONCE]
+                on_step("starting vllm serve: " + ", ".join(some))
+                for name in some:
+                    server = stack.enter_context(Server(ours[name], logs / f"{name}.log"))
+                    fleet.servers[name] = server
+                    if name in throttles:
+                        throttles[name].add_group(server.pid)
+                for name in some:
+                    _wait_ready(name, fleet.servers[name])
+                    connect(name, Client(fleet.servers[name].url))
+
+        def restart() -> None:
+            for server in fleet.servers.values():
+                server.stop()
+            start()
+
+        for name, spec in wanted.items():
+            if isinstance(spec, str):
+                connect(name, Client(spec, model="", api_key=key))
+        start()
+        fleet.clients = {name: fleet.clients[name] for name in wanted}
+        fleet.restart = restart
         yield fleet
         on_step("stopping the servers")
 

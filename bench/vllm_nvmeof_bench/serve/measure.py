@@ -4,11 +4,14 @@
 ttft: every arm first receives every prompt once (phase "cold") and completes its writes. In each
 round each prompt of that round is sent again to each arm (phase "back"), one request at a time,
 after the GPU's prefix cache was emptied. Each round has its own prompt of each length, so a
-returning prompt has already been evicted from a CPU tier that holds a third of all prompts.
+returning prompt has already been evicted from a CPU tier that holds a third of all prompts. With
+`restart`, the servers are stopped and started again between both phases.
 
 hits: every arm first receives the prompts that return later and completes its writes. A measurement
 empties the GPU's prefix cache and sends `count` prompts at once. At a hit rate of 50 %, half of the
-prompts were sent before; the others are new to every server.
+prompts were sent before; the others are new to every server. With `drive`, two more arms show how
+long the bytes of the returning prompts take at least: `drive` reads as many from the disk, past the
+page cache; `stand_in` is their number over the rate of the throttled stand-in.
 
 turns: at concurrency C there are C conversations. A turn is sent with the whole conversation so far
 as soon as the previous answer is complete, as in the OpenFlex Data24 table. All arms receive the
@@ -23,10 +26,15 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import itertools
+import mmap
+import os
 import random
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,6 +45,7 @@ from vllm_nvmeof_bench.serve.fleet import Run, ServerSettings, Sizes, arms_optio
 from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Tokens
 from vllm_nvmeof_bench.servers.server import on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option
+from vllm_nvmeof_offload.units import MIB
 
 _SEQUENCES = 16
 _TTFT_ANSWER_TOKENS = 4
@@ -70,6 +79,7 @@ class TtftSettings(ServerSettings):
 
     lengths: tuple[int, ...] = option((256, 1024, 4096), "Prompt lengths in tokens.")
     rounds: int = option(3, "Rounds, with the arms interleaved.", min=1)
+    restart: bool = option(False, "Restart the servers before the prompts return.")
     seed: int = option(1, "Seed for prompts and the order of arms.")
 
     def __post_init__(self) -> None:
@@ -119,6 +129,8 @@ class TtftSettings(ServerSettings):
                     )
             for client in fleet.clients.values() if phase == "cold" else ():
                 fleet.run(client.settle())
+            if phase == "cold" and self.restart:
+                fleet.restart()
 
 
 async def _ask(client: Client, prompt: list[int]) -> tuple[Answer, Hits]:
@@ -142,6 +154,7 @@ class HitSettings(ServerSettings):
     prompt_tokens: int = option(512, "Tokens per prompt.", min=1)
     answer_tokens: int = 4
     rounds: int = option(2, "Rounds, with the arms interleaved.", min=1)
+    drive: bool = option(False, "Also measure how long the returning bytes take at least.")
     seed: int = option(1, "Seed for prompts and the order of arms.")
 
     def __post_init__(self) -> None:
@@ -185,6 +198,31 @@ class HitSettings(ServerSettings):
             after_s = fleet.cpu_s(arm)
             spent_s = None if before_s is None or after_s is None else after_s - before_s
             run.samples.append(HitSample(arm=arm, rate=rate, round=number, cpu_s=spent_s, **one))
+        if self.drive:
+            run.samples.extend(self._limits())
+
+    def _limits(self) -> Iterator[HitSample]:
+        """Yield how long the bytes of all returning prompts take at least, once per round."""
+        tokens = self.count * self.prompt_tokens
+        count = tokens * self.sizes().kv_bytes_per_token
+        times = [
+            *(("drive", seconds) for seconds in read_times(self.directory, count, self.rounds)),
+            *[("stand_in", count / (1e6 * self.target_mb_per_s))] * self.rounds,
+        ]
+        for number, (arm, seconds) in enumerate(times):
+            none = dict.fromkeys(("gpu", "cpu", "pool", "other", "same", "compared"), 0)
+            yield HitSample(
+                arm=arm,
+                rate=100,
+                round=number % self.rounds,
+                requests=self.count,
+                failures=0,
+                seconds=seconds,
+                prompt_tokens=tokens,
+                answer_tokens=0,
+                ttft_s=None,
+                **none,
+            )
 
     async def _send(self, client: Client, batch: _Batch) -> list[Answer]:
         asked = (client.attempt(prompt, self.answer_tokens) for _, prompt in batch)
@@ -216,6 +254,38 @@ class HitSettings(ServerSettings):
             "same": sum(compared),
             "compared": len(compared),
         }
+
+
+_PIECE_BYTES, _READERS = 2 * MIB, 8
+
+
+def read_times(directory: Path, count: int, rounds: int) -> list[float]:
+    """Return the seconds of each of `rounds` reads of about `count` bytes from a new file.
+
+    Eight threads read pieces of 2 MiB past the page cache.
+    """
+    pieces = max(1, count // _PIECE_BYTES)
+    with tempfile.NamedTemporaryFile(dir=directory) as file:
+        for _ in range(pieces):
+            file.write(os.urandom(_PIECE_BYTES))
+        file.flush()
+        os.fsync(file.fileno())
+        fd = os.open(file.name, os.O_RDONLY | os.O_DIRECT)
+
+        def read(piece: int) -> int:
+            with mmap.mmap(-1, _PIECE_BYTES) as buffer:
+                return os.preadv(fd, [buffer], piece * _PIECE_BYTES)
+
+        found = []
+        try:
+            with ThreadPoolExecutor(_READERS) as pool:
+                for _ in range(rounds):
+                    begin_s = time.perf_counter()
+                    done = sum(pool.map(read, range(pieces)))
+                    found.append((time.perf_counter() - begin_s) * count / done)
+        finally:
+            os.close(fd)
+    return found
 
 
 def prompts_of(settings: HitSettings, tokens: Tokens, rate: int, number: int) -> _Batch:

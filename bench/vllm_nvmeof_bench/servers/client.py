@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import operator
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field
@@ -147,8 +148,11 @@ class Hits:
             shared=int(found.value(_OURS, source="shared")),
         )
 
+    def __add__(self, more: Hits) -> Hits:
+        return Hits(*map(operator.add, astuple(self), astuple(more)))
+
     def __sub__(self, before: Hits) -> Hits:
-        return Hits(*(now - then for now, then in zip(astuple(self), astuple(before), strict=True)))
+        return Hits(*map(operator.sub, astuple(self), astuple(before)))
 
     @property
     def by_place(self) -> dict[str, int]:
