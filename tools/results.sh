@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs all benchmarks that need neither a GPU nor existing servers, short enough for bench/results/,
-# and writes the results page. Takes about an hour, during which nothing else should run. Run it
-# as root, because a control group throttles the stand-in for an NVMe-oF target.
+# Runs benchmarks that need neither a GPU nor existing servers, and prints README.md and
+# docs/benchmarks.md with their figures. Without names it measures whole servers, in 40 minutes,
+# during which nothing else should run. Run it as root, because a control group throttles the
+# stand-in for an NVMe-oF target. TRACES: a folder of kv-cache-tester's traces, for replay.
 #
-#   tools/results.sh [RESULTS_DIR [DISK_DIR [NAME…]]]     NAME: benchmark to run, such as pool
+#   tools/results.sh [RESULTS_DIR [DISK_DIR [NAME…]]]     NAME: part to measure, such as turns
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/bench_setup.sh
@@ -12,24 +13,37 @@ bash tools/bench_setup.sh
 results=${1:-bench/results}
 disk=${2:-build/bench/disk}
 names=("${@:3}")
+[ ${#names[@]} -gt 0 ] || names=(turns restart beyond ${TRACES:+replay})
 bench=(.venv/bin/vllm-nvmeof bench)
-
-wanted() { [ ${#names[@]} -eq 0 ] || [[ " ${names[*]} " == *" $1 "* ]]; }
 
 # measure NAME COMMAND…: runs a benchmark; a failure does not stop the others.
 measure() {
     local name=$1
     shift
-    wanted "$name" || return 0
+    [[ " ${names[*]} " == *" $name "* ]] || return 0
     echo "== $name"
     "${bench[@]}" "$@" --json "$results/$name.json" || failed+=("$name")
 }
 
 failed=()
-measure pool pool --dir "$disk" --rounds 3 --blocks 64KiB,512KiB,2MiB
-measure latency latency --target "local=$disk" --throttle 100 --jobs 1,2 --rounds 3
+measure turns serve turns --dir "$disk" --model medium --arms none,pool,target,peer --rounds 8
+measure restart serve ttft --dir "$disk" --model smollm2 --lengths 4096 --restart \
+    --arms pool,peer --rounds 8
+measure beyond serve hits --dir "$disk" --model medium --count 4 --prompt-tokens 4000 --rates 100 \
+    --third-tokens 2400 --drive --arms none,pool,peer,target,peer_target --rounds 8
+measure replay replay "${TRACES:-none}" --dir "$disk" --model medium --arms none,third,pool,peer \
+    --rounds 5 --duration 30 --sessions 16 --users 6 --ramp 1 --time-scale 0.05 --think-max 3 \
+    --block-tokens 2 --context-max 4000 --gpu-tokens 8192 --third-tokens 12000
 measure ttft serve ttft --dir "$disk" --model smollm2 --rounds 6
-measure turns serve turns --dir "$disk" --model smollm2 --arms none,pool,peer --concurrency 4,8 --rounds 3
-measure hits serve hits --dir "$disk"
-"${bench[@]}" report "$results"
+measure hits serve hits --dir "$disk" --rounds 5
+measure stall serve stall --dir /dev/shm/stall --rounds 11
+measure moving serve moving --dir /dev/shm/moving --rounds 6 --turns 5
+measure pool pool --dir "$disk" --rounds 3 --blocks 64KiB,512KiB,2MiB
+measure latency latency --target "local=$disk" --throttle 100 --jobs 1,2 --rounds 5
+measure peers peers --dir "$disk" --rates 400:400,200:600 --idle-s 20
+measure hotpath hotpath
+if [ "$results" = bench/results ]; then
+    "${bench[@]}" report README.md
+    "${bench[@]}" report docs/benchmarks.md
+fi
 [ ${#failed[@]} -eq 0 ] || { echo "not measured: ${failed[*]}" >&2; exit 1; }

@@ -32,6 +32,7 @@ BENCHMARKS = {
     "moving": ("moving", "serve.moving"),
     "peers": ("peers", "peers"),
     "copy": ("copy", "copy"),
+    "demo": ("demo", "demo"),
 }
 
 

@@ -187,7 +187,11 @@ def demo(
 @bench_app.command(rich_help_panel=benchmarks.SERVERS)
 def report(
     path: Annotated[
-        Path, typer.Argument(help="A benchmark's results file, or a directory of such files.")
+        Path,
+        typer.Argument(
+            help="A benchmark's results file, a directory of such files, or a page (.md), whose "
+            "marked figures are printed again from bench/results."
+        ),
     ],
     plot: Plot = None,
     goals: Goals = True,
@@ -201,7 +205,12 @@ def report(
         bool, typer.Option("--plots/--no-plots", help="Draw pictures for the page.")
     ] = True,
     check: Annotated[
-        bool, typer.Option("--check", help="Exit with code 1 on a missed goal or a left-out file.")
+        bool,
+        typer.Option(
+            "--check",
+            help="Exit with code 1 on a missed goal, a left-out file, or an outdated page, which "
+            "stays as it is.",
+        ),
     ] = False,
 ) -> None:
     """Print a results file's tables, or write one Markdown page for a directory of results files.
@@ -213,6 +222,10 @@ def report(
         from vllm_nvmeof_bench.page import write
 
         fine = write(path, page, plots)
+    elif path.suffix == ".md":
+        from vllm_nvmeof_bench.figures import update
+
+        fine = update(path, check)
     else:
         fine = benchmarks.report_of(name_in(path)).show(path, plot, goals)
     raise typer.Exit(int(check and not fine))

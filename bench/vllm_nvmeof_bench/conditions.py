@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The conditions of a run: versions, machine, disk, load.
 
-They contain no dates and no absolute paths, so that a results file can be published as it is.
+They contain no absolute paths, so that a results file can be published as it is.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,8 @@ def at_start(directory: Path) -> dict[str, Any]:
     processors = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = re.search(r"^model name\s*:(.*)$", processors, re.MULTILINE)
     return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "revision": revision(),
         "versions": {
             "python": platform.python_version(),
             "kernel": platform.release(),
@@ -44,6 +47,12 @@ def at_start(directory: Path) -> dict[str, Any]:
         "disk": mount_of(directory),
         "load_average_at_start": load_average(),
     }
+
+
+def revision() -> str | None:
+    """Return the checkout's revision; None for an installed package."""
+    place = ["-C", str(Path(__file__).parent)]
+    return _output_of("git", *place, "describe", "--always", "--dirty", "--abbrev=8")
 
 
 def load_average() -> list[float]:

@@ -14,7 +14,10 @@ from pathlib import Path
 from rich.console import Console
 
 from vllm_nvmeof_bench.benchmark import BENCHMARKS, report_of, words_of
-from vllm_nvmeof_bench.report import Report, markdown
+from vllm_nvmeof_bench.report import (
+    Report,
+    markdown,
+)
 from vllm_nvmeof_bench.results import BenchError, name_in
 
 #: Exceptions that damaged samples or conditions can raise in a benchmark's report.
@@ -103,7 +106,8 @@ def _without_path(error: Exception, path: Path) -> str:
 def _section(path: Path, report: Report, page: Page, place: Path, plots: bool) -> list[str]:
     """Return the blocks of one file's section; draw its picture, if wanted, in `place`."""
     samples, conditions, goals = report.read(path)
-    blocks = [f"## {report.title}", f"`bench {words_of(report.name)}`, samples in `{path.name}`."]
+    command = "demo" if report.name == "demo" else f"bench {words_of(report.name)}"
+    blocks = [f"## {report.title}", f"`{command}`, samples in `{path.name}`."]
     blocks += markdown(report.parts(samples, conditions, goals))
     if plots:
         picture = place / f"{path.stem}.png"

@@ -15,21 +15,19 @@ index or no room, or if the engine would compute a small model's prompts instant
 from __future__ import annotations
 
 import asyncio
-import os
-import platform
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 
 import httpx
 from rich.console import Console
 from rich.markup import escape
 
+from vllm_nvmeof_bench.conditions import at_start
 from vllm_nvmeof_bench.demo import workload
 from vllm_nvmeof_bench.demo.report import Report
 from vllm_nvmeof_bench.demo.workload import CrowdPlan, Plan, Runs
@@ -136,7 +134,7 @@ def _measure(console: Console, quick: bool, random: bool, build: Path, target: P
         offloaded = asyncio.run(runs.offloaded(server))
     with _served(console, "started again on the same pool", spec, logs) as server:
         restarted = asyncio.run(runs.restarted(server))
-    conditions = {"model": name, **_conditions(spec, plan, shape)}
+    conditions = _conditions(name, spec, plan, shape)
     conditions["seconds"] = round(time.monotonic() - began, 1)
     return Report(baseline, offloaded, restarted, conditions)
 
@@ -154,17 +152,16 @@ def _served(console: Console, what: str, spec: ServerSpec, logs: Path) -> Iterat
         yield server
 
 
-def _conditions(spec: ServerSpec, plan: Plan, shape: ModelShape) -> dict[str, object]:
+def _conditions(model: str, spec: ServerSpec, plan: Plan, shape: ModelShape) -> dict[str, object]:
     assert spec.offload is not None
     return {
-        "vllm": metadata.version("vllm"),
-        "package": metadata.version("vllm-nvmeof-offload"),
-        "python": platform.python_version(),
-        "machine": platform.machine(),
-        "cores": os.cpu_count(),
-        "parameters": shape.parameters,
-        "kv_bytes_per_token": shape.kv_bytes_per_token,
-        "gpu_cache_tokens": spec.gpu_tokens,
+        **at_start(spec.model),
+        "model": {
+            "name": model,
+            "parameters": shape.parameters,
+            "kv_bytes_per_token": shape.kv_bytes_per_token,
+        },
+        "gpu_tokens": spec.gpu_tokens,
         "staging_gib": spec.offload.size_gib,
         "extra_config": {k: v for k, v in spec.offload.extra.items() if k != "targets"},
         "conversations": plan.main + plan.others,

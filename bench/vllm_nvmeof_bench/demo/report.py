@@ -34,6 +34,7 @@ from rich.table import Table
 
 from vllm_nvmeof_bench.demo.chat import words
 from vllm_nvmeof_bench.demo.workload import Session
+from vllm_nvmeof_bench.results import SCHEMA
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.model import distinct_ratio
 
@@ -46,6 +47,8 @@ SPEEDUP_MIN = 3.0
 #: An answer with a smaller share of distinct 3-grams counts as a loop, which would hide wrong KV.
 DISTINCT_RATIO_MIN = 0.5
 
+#: In the file's samples: cold first turns without offloading.
+NONE = "cold_without"
 _RETURNING = ("cpu_tier", "pool", "restart")
 _TITLES = {
     "cold": "cold",
@@ -169,7 +172,13 @@ class Report:
         seen, sessions = self.comparison(), (self.baseline, self.offloaded, self.restarted)
         return {
             "identical": seen.identical,
-            "ttft_s": {name: _rounded(values) for name, values in self.samples().items()},
+            "schema": SCHEMA,
+            "bench": "demo",
+            "samples": [
+                {"case": name, "seconds": round(value, 4)}
+                for name, values in {NONE: self.baseline_cold(), **self.samples()}.items()
+                for value in values
+            ],
             "speedup": {name: round(value, 2) for name, value in self.speedups().items()},
             "external_hit_tokens": sum(one.external_hit_tokens for one in sessions[1:]),
             "preemptions": self.offloaded.crowd.preemptions,
@@ -184,7 +193,6 @@ class Report:
                 "logprob_tolerance": LOGPROB_TOLERANCE,
                 "logprob_gap_min": seen.gap_min,
                 "distinct_3gram_ratio_min": seen.distinct_ratio_min,
-                "cold_without_offloading_s": _rounded(self.baseline_cold()),
                 "preemptions_without_offloading": self.baseline.crowd.preemptions,
                 "startup_s": _rounded(one.startup_s for one in sessions),
                 "turns": [
@@ -249,7 +257,9 @@ def picture_of(data: Mapping[str, Any]) -> str:
     console.print(f"  {data['conditions']['answers_compared']} answers: {same}")
     # A picture in a page must not load fonts from elsewhere.
     form = re.sub(r"@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    return console.export_svg(title=f"make demo: {data['conditions']['model']}", code_format=form)
+    return console.export_svg(
+        title=f"make demo: {data['conditions']['model']['name']}", code_format=form
+    )
 
 
 def _rounded(values: Iterable[float]) -> list[float]:

