@@ -137,10 +137,10 @@ VLLM_NEXT ?=
 vllm-next: setup
 	exec $(BIN)/python -m tests.upstream.next $(VLLM_NEXT)
 
-# Figures: the pool beside fio, a bare ring and vLLM's own file tier; a table, JSON and a picture.
+# Figures: the pool beside fio, a bare ring and vLLM's own file tier; a table and JSON.
 bench: setup
 	@bash tools/bench_setup.sh
-	$(BIN)/vllm-nvmeof bench pool --json build/bench/pool.json --plot build/bench/pool.png
+	$(BIN)/vllm-nvmeof bench pool --json build/bench/pool.json
 
 # bench/results/README.md says what each file is.
 results: setup

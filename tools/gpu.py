@@ -69,9 +69,8 @@ def run_pytest(*arguments: str, timeout_s: int = 150) -> Callable[[str], list[st
 
 def bench(name: str, json: str, *arguments: str) -> Callable[[str], list[str]]:
     def command(_: str) -> list[str]:
-        plot = ["--plot", str(RESULTS / f"{json}.png")] if there("matplotlib") else []
         call = [sys.executable, "-P", "-m", "vllm_nvmeof_offload.cli", "bench", *name.split()]
-        return [*call, *arguments, "--json", str(RESULTS / f"{json}.json"), *plot]
+        return [*call, *arguments, "--json", str(RESULTS / f"{json}.json")]
 
     return command
 

@@ -23,7 +23,6 @@ from vllm_nvmeof_bench.results import name_in, size_name
 from vllm_nvmeof_bench.settings import Option, option_of
 from vllm_nvmeof_offload.units import parse_bytes
 
-Plot = Annotated[Path | None, typer.Option(help="Also draw this PNG file; needs matplotlib.")]
 Goals = Annotated[bool, typer.Option("--targets/--no-targets", help="Print the goals.")]
 Check = Annotated[bool, typer.Option("--check", help="Exit with code 1 if a goal is missed.")]
 
@@ -69,14 +68,13 @@ def bench_of(command_name: str, found: Report, command: Command, panel: str | No
     def run(**given: Any) -> None:
         json_path: Path = given["json_path"]
         command.measure(settings_of(command.settings, given), json_path)
-        reached = found.show(json_path, given["plot"], given.get("goals", True))
+        reached = found.show(json_path, given.get("goals", True))
         raise typer.Exit(int(given.get("check", False) and not reached))
 
     file = typer.Option("--json", help="JSON file for the samples.")
     options: dict[str, tuple[Any, Any]] = {
         **options_of(command.settings),
         "json_path": (Annotated[Path, file], Path(f"build/bench/{found.name}.json")),
-        "plot": (Plot, None),
     }
     if found.goals is not None:
         options |= {"goals": (Goals, True), "check": (Check, False)}
@@ -193,17 +191,11 @@ def report(
             "marked figures are printed again from bench/results."
         ),
     ],
-    plot: Plot = None,
     goals: Goals = True,
     page: Annotated[
         Path | None,
-        typer.Option(
-            help="Page to write for a directory, next to its pictures. Default: DIR/REPORT.md."
-        ),
+        typer.Option(help="Page to write for a directory. Default: DIR/REPORT.md."),
     ] = None,
-    plots: Annotated[
-        bool, typer.Option("--plots/--no-plots", help="Draw pictures for the page.")
-    ] = True,
     check: Annotated[
         bool,
         typer.Option(
@@ -221,11 +213,11 @@ def report(
     if path.is_dir():
         from vllm_nvmeof_bench.page import write
 
-        fine = write(path, page, plots)
+        fine = write(path, page)
     elif path.suffix == ".md":
         from vllm_nvmeof_bench.figures import update
 
         fine = update(path, check)
     else:
-        fine = benchmarks.report_of(name_in(path)).show(path, plot, goals)
+        fine = benchmarks.report_of(name_in(path)).show(path, goals)
     raise typer.Exit(int(check and not fine))

@@ -31,11 +31,10 @@ class Page:
 
     text: str = ""
     sections: int = 0
-    pictures: list[Path] = field(default_factory=list)
     left_out: dict[str, str] = field(default_factory=dict)
 
 
-def write(directory: Path, page_path: Path | None, plots: bool) -> bool:
+def write(directory: Path, page_path: Path | None) -> bool:
     """Write a directory's page, by default inside it; return False if a file was left out.
 
     Raises:
@@ -43,7 +42,7 @@ def write(directory: Path, page_path: Path | None, plots: bool) -> bool:
     """
     path = page_path or directory / "REPORT.md"
     console = Console(soft_wrap=True, highlight=False, markup=False)
-    page = build(directory, path, console.print, plots)
+    page = build(directory, console.print)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(page.text, encoding="utf-8")
@@ -51,17 +50,12 @@ def write(directory: Path, page_path: Path | None, plots: bool) -> bool:
         raise BenchError(f"{path}: cannot be written ({error.strerror})") from None
     for name, why in sorted(page.left_out.items()):
         console.print(f"left out: {name}: {why}")
-    console.print(f"{page.sections} sections and {len(page.pictures)} pictures: {path}")
+    console.print(f"{page.sections} sections: {path}")
     return not page.left_out
 
 
-def build(
-    directory: Path,
-    page_path: Path,
-    on_progress: Callable[[str], None] = lambda what: None,
-    plots: bool = True,
-) -> Page:
-    """Build the page of a directory's `*.json` files; pictures are drawn next to the page.
+def build(directory: Path, on_progress: Callable[[str], None] = lambda what: None) -> Page:
+    """Build the page of a directory's `*.json` files.
 
     Raises:
         BenchError: no such directory.
@@ -81,7 +75,7 @@ def build(
     for _, path, report in sorted(found, key=lambda one: one[:2]):
         on_progress(f"{path.name}: {report.title}")
         try:
-            sections.append("\n\n".join(_section(path, report, page, page_path.parent, plots)))
+            sections.append("\n\n".join(_section(path, report)))
         except _DAMAGE as error:
             page.left_out[path.name] = f"damaged: {_without_path(error, path)}"
     page.sections = len(sections)
@@ -103,18 +97,8 @@ def _without_path(error: Exception, path: Path) -> str:
     return text.removeprefix(f"{path}: ").replace(str(path), path.name)
 
 
-def _section(path: Path, report: Report, page: Page, place: Path, plots: bool) -> list[str]:
-    """Return the blocks of one file's section; draw its picture, if wanted, in `place`."""
-    samples, conditions, goals = report.read(path)
+def _section(path: Path, report: Report) -> list[str]:
+    """Return the blocks of one file's section."""
     command = "demo" if report.name == "demo" else f"bench {words_of(report.name)}"
     blocks = [f"## {report.title}", f"`{command}`, samples in `{path.name}`."]
-    blocks += markdown(report.parts(samples, conditions, goals))
-    if plots:
-        picture = place / f"{path.stem}.png"
-        try:
-            report.draw(picture, samples, conditions)
-            page.pictures.append(picture)
-            blocks.append(f"![{report.title}]({picture.name})")
-        except BenchError as error:
-            blocks.append(f"No picture: {error}.")
-    return blocks
+    return blocks + markdown(report.parts(*report.read(path)))

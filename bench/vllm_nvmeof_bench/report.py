@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark reports: each declares tables and goals, and one renderer prints and draws them all.
+"""Benchmark reports: each declares tables and goals, and one renderer prints them all.
 
 A table consists of columns and rows; a column is a name, a function of a row, and a format. Values
-are numbers, spreads, paired ratios or texts, so that a terminal, a page and a picture show the same
+are numbers, spreads, paired ratios or texts, so that a terminal and a page show the same
 values. A row is often a dict of fields and values that select samples.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,7 +23,6 @@ from rich.text import Text
 
 from vllm_nvmeof_bench.results import (
     METHOD,
-    BenchError,
     Goal,
     Paired,
     Spread,
@@ -53,8 +50,7 @@ Conditions = Mapping[str, Any]
 class Column:
     """A table's column. get: returns a row's value; numbers are divided by `scale`, None is –.
 
-    Numbers are right-aligned. ranged: show the range of values next to a median. drawn: whether a
-    picture shows the column.
+    Numbers are right-aligned. ranged: show the range of values next to a median.
     """
 
     name: str
@@ -63,7 +59,6 @@ class Column:
     scale: float = 1.0
     left: bool = False
     ranged: bool = False
-    drawn: bool = False
 
     def cell(self, row: Any) -> str:
         value = self.get(row)
@@ -76,18 +71,6 @@ class Column:
             ends = [self._number(end) for end in value.interval or ()]
             return self._number(value.middle) + (f" ({' to '.join(ends)})" if ends else "")
         return NOTHING if value is None else self._number(value)
-
-    def spread(self, row: Any) -> Spread | None:
-        """Return the value to draw, if any."""
-        value: Any = self.get(row)
-        if value is None or isinstance(value, str):
-            return None
-        if isinstance(value, Paired):
-            ends = value.interval or (value.middle, value.middle)
-            value = Spread(value.middle, *ends, value.n)
-        elif not isinstance(value, Spread):
-            value = Spread(value, value, value, 1)
-        return Spread(*(end / self.scale for end in (value.median, value.low, value.high)), value.n)
 
     def _number(self, value: Any) -> str:
         return self.form.format(value if self.scale == 1 else value / self.scale)
@@ -133,8 +116,8 @@ def counts(samples: Samples, name: str = "n") -> Column:
 def by_arm(
     arms: Iterable[str], value: Callable[[str, Any], object], form: str = "{}", **more: Any
 ) -> list[Column]:
-    """Return a column to draw for each arm. value: a function of an arm and a row."""
-    return [Column(arm, partial(value, arm), form, drawn=True, **more) for arm in arms]
+    """Return a column for each arm. value: a function of an arm and a row."""
+    return [Column(arm, partial(value, arm), form, **more) for arm in arms]
 
 
 def arm_columns(
@@ -159,7 +142,7 @@ class Table:
     """A table; the first column is left-aligned.
 
     grouped: a terminal omits repeated first cells and draws a line after each group of rows.
-    caption: text below the table. unit: the label of the picture's axis.
+    caption: text below the table.
     """
 
     def __init__(
@@ -169,9 +152,8 @@ class Table:
         rows: Iterable[Any],
         grouped: bool = False,
         caption: str | None = None,
-        unit: str = "",
     ) -> None:
-        self.title, self.caption, self.unit = title, caption, unit
+        self.title, self.caption = title, caption
         self.columns, self.rows = columns, list(rows)
         self._grouped = grouped
         self.cells = [[column.cell(row) for column in columns] for row in self.rows]
@@ -218,11 +200,11 @@ def compared(title: str, rows: Iterable[Ratios]) -> Table:
     columns = [
         Column("measured", lambda row: row[0]),
         Column("ratio of", lambda row: f"{row[1]} / {row[2]}", left=True),
-        Column("ratio", lambda row: row[5], "{:.2f}", drawn=True),
+        Column("ratio", lambda row: row[5], "{:.2f}"),
         Column("ours is", verdict, left=True),
         Column("pairs", lambda row: row[5].n),
     ]
-    return Table(title, columns, found, caption=_METHOD, unit="ratio")
+    return Table(title, columns, found, caption=_METHOD)
 
 
 def ratios_of(
@@ -369,7 +351,7 @@ def common_lines(conditions: Conditions, about: str = "") -> Iterator[str]:
 
 
 def caveats(conditions: Conditions) -> Iterator[str]:
-    """Yield what a reader must know to read the results right; pictures show these lines too."""
+    """Yield what a reader must know to read the results right."""
     kept = [name for name, done in conditions.get("gpu_cache_emptied", {}).items() if not done]
     if kept:
         yield (
@@ -394,7 +376,7 @@ def _described(arm: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class Report:
-    """A declaration of how one benchmark's results are printed, checked against goals and drawn.
+    """A declaration of how one benchmark's results are printed and checked against goals.
 
     sample: the dataclass of the file's samples. about: see `common_lines`; lines: further lines
     about the conditions. goals: None if there are none. columns: the
@@ -434,28 +416,11 @@ class Report:
         if goals:
             yield goals_table(goals, self.goals_title)
 
-    def draw(self, path: Path, samples: Samples, conditions: Conditions) -> None:
-        """Write a PNG with a panel per table that has a column to draw.
+    def show(self, json_path: Path, with_goals: bool = True) -> bool:
+        """Print a file's report; return whether no goal was missed.
 
         Raises:
-            BenchError: there is nothing to draw, matplotlib is missing, or writing failed.
-        """
-        parts = self.tables(samples, conditions)
-        tables = [
-            one for one in parts if isinstance(one, Table) and one.rows and _drawn_columns(one)
-        ]
-        if not tables:
-            raise BenchError("nothing to draw: no samples, or no table has columns to draw")
-        title, notes = [self.title, where_measured(conditions)], list(caveats(conditions))
-        arms = conditions.get("arms", {}).items()
-        names = {name: arm.get("says") or arm.get("runs", "") for name, arm in arms}
-        _draw(path, title, notes, tables, names)
-
-    def show(self, json_path: Path, plot_path: Path | None, with_goals: bool = True) -> bool:
-        """Print a file's report, and draw it if wanted; return whether no goal was missed.
-
-        Raises:
-            BenchError: the file is not one of this benchmark, or matplotlib is missing.
+            BenchError: the file is not one of this benchmark.
         """
         samples, conditions, goals = self.read(json_path)
         goals = goals if with_goals else []
@@ -464,137 +429,4 @@ class Report:
             console = Console(width=self.columns)
         show(console, self.parts(samples, conditions, goals))
         show(console, [f"{len(samples)} samples in {json_path}"])
-        if plot_path is not None:
-            self.draw(plot_path, samples, conditions)
-            show(console, [f"picture in {plot_path}"])
         return not missed(goals)
-
-
-# -- pictures ---------------------------------------------------------------------------------
-
-#: Okabe and Ito's colours, which colour-blind readers can distinguish.
-_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#56B4E9", "#CC79A7", "#999999", "#000000")
-_MARKERS = "ovs^DPX*"
-_FONT, _DPI, _PANEL_INCHES = 11, 110, (7.5, 5.0)
-#: The most rows that are drawn as groups of bars; more rows are drawn as lines.
-_BARS_MAX = 8
-#: The most values of a panel that are also written out.
-_LABELS_MAX = 24
-_CHARACTERS_PER_INCH, _PANEL_CHARACTERS, _NAME_CHARACTERS = 12, 88, 22
-_LABEL = {
-    "textcoords": "offset points",
-    "ha": "center",
-    "va": "bottom",
-    "fontsize": _FONT - 3,
-    "zorder": 5,
-    "bbox": {"facecolor": "white", "edgecolor": "none", "pad": 0.5, "alpha": 0.8},
-}
-#: A panel's axis is logarithmic if the ratio of its largest to its smallest value is above this.
-_LOG_FROM = 50
-
-
-def _drawn_columns(table: Table) -> list[Column]:
-    return [
-        column
-        for column in table.columns
-        if column.drawn and any(column.spread(row) for row in table.rows)
-    ]
-
-
-def _draw(
-    path: Path,
-    title: Sequence[str],
-    notes: Sequence[str],
-    tables: Sequence[Table],
-    arms: Mapping[str, str],
-) -> None:
-    """Draw a panel per table; whiskers reach from a value's low to its high.
-
-    notes: caveats, written below the panels. arms: descriptions, which replace the arms' names.
-    """
-    try:
-        from matplotlib import pyplot as plt
-    except ImportError:
-        raise BenchError("--plot needs matplotlib: pip install matplotlib") from None
-    plt.switch_backend("Agg")
-    across = min(2, len(tables))
-    down = math.ceil(len(tables) / across)
-    inches = (_PANEL_INCHES[0] * across, _PANEL_INCHES[1] * down)
-    figure, panels = plt.subplots(down, across, figsize=inches, layout="constrained", squeeze=False)
-    # One look per name in all panels, so that no colour stands for two things.
-    looks = list(dict.fromkeys(one.name for table in tables for one in _drawn_columns(table)))
-    columns = int(inches[0] * _CHARACTERS_PER_INCH)
-    figure.suptitle(_wrapped(title, columns), fontsize=_FONT)
-    figure.supxlabel(_wrapped(notes, columns), fontsize=_FONT, color=_COLOURS[1])
-    try:
-        for panel, table in itertools.zip_longest(panels.flat, tables):
-            if table is None:
-                panel.set_axis_off()
-            else:
-                _panel(panel, table, arms, looks)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=_DPI, facecolor="white")
-    except OSError as error:
-        raise BenchError(f"{path}: cannot be written ({error.strerror})") from None
-    finally:
-        plt.close(figure)
-
-
-def _wrapped(lines: Iterable[str], columns: int) -> str:
-    return "\n".join(part for line in lines for part in textwrap.wrap(line, columns))
-
-
-def _named(name: str, arms: Mapping[str, str], columns: int = _NAME_CHARACTERS) -> str:
-    """Return an arm's description, or any other name as it is, on lines of `columns`."""
-    return _wrapped([arms.get(name) or name], columns)
-
-
-def _panel(panel: Any, table: Table, arms: Mapping[str, str], looks: Sequence[str]) -> None:
-    """Draw every drawn column as bars, or as marks: many rows, or values that need a logarithmic
-    axis, on which a bar's length means nothing."""
-    columns = _drawn_columns(table)
-    first = min(index for index, one in enumerate(table.columns) if one.drawn)
-    cells = [[_named(plain(cell), arms) for cell in row[:first]] for row in table.cells]
-    names = ["\n".join(filter(None, row)) for row in cells]
-    drawn = [one.median for c in columns for one in map(c.spread, table.rows) if one is not None]
-    logarithmic = min(drawn) > 0 and max(drawn) > _LOG_FROM * min(drawn)
-    as_bars = len(names) <= _BARS_MAX and not logarithmic
-    width, by_arm = 0.8 / len(columns), all(one.name in arms for one in columns)
-    for index, column in enumerate(columns):
-        spreads = [column.spread(row) for row in table.rows]
-        known = [(place, one) for place, one in enumerate(spreads) if one is not None]
-        places, middles = [place for place, _ in known], [one.median for _, one in known]
-        look = looks.index(column.name)
-        label = _named(column.name, arms if by_arm else {}, 2 * _NAME_CHARACTERS)
-        colour = _COLOURS[look % len(_COLOURS)]
-        at = [place + (index - (len(columns) - 1) / 2) * width for place in places]
-        if as_bars:
-            panel.bar(at, middles, 0.9 * width, color=colour, label=label)
-        else:
-            mark = _MARKERS[look % len(_MARKERS)]
-            panel.plot(at, middles, color=colour, label=label, marker=mark, linestyle="none")
-        # One value has no spread: a whisker of no length would claim that there is none.
-        wide = [(x, one) for x, (_, one) in zip(at, known, strict=True) if one.low < one.high]
-        for x, one in wide:
-            below, above = max(0.0, one.median - one.low), max(0.0, one.high - one.median)
-            panel.errorbar(x, one.median, [[below], [above]], color="#444444", capsize=3)
-        if len(names) * len(columns) <= _LABELS_MAX:
-            for x, value in zip(at, middles, strict=True):
-                # At the value and before its whisker, whose end would be read as the value's place.
-                shown = f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
-                panel.annotate(shown, (x, value), (0, 4), **_LABEL)
-    panel.margins(y=0.1)
-    if logarithmic:
-        panel.set_yscale("log")
-    else:
-        panel.set_ylim(bottom=min(0.0, *drawn))
-    longest = sum(max(map(len, name.split("\n"))) for name in names)
-    turned = {"rotation": 40, "ha": "right"} if longest > _PANEL_CHARACTERS else {}
-    panel.set_xticks(range(len(names)), names, fontsize=_FONT - 2, **turned)
-    panel.set_title(table.title, fontsize=_FONT)
-    panel.set_ylabel(table.unit)
-    panel.grid(alpha=0.3)
-    if len(columns) > 1:
-        # Below the panel, where it hides nothing.
-        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.14), "ncols": 2}
-        panel.legend(fontsize=_FONT - 3, frameon=False, **place)

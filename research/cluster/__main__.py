@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from vllm_nvmeof_bench.cli import Check, Plot, bench_of
+from vllm_nvmeof_bench.cli import Check, bench_of
 
 from research.cluster.measure import COMMANDS
 from research.cluster.report import REPORT
@@ -36,11 +36,10 @@ def _whole() -> None:
 @app.command()
 def report(
     path: Annotated[Path, typer.Argument(help="A results file written by `play`.")],
-    plot: Plot = None,
     check: Check = False,
 ) -> None:
-    """Print a results file's tables again, and optionally draw the results."""
-    raise typer.Exit(int(not REPORT.show(path, plot) and check))
+    """Print a results file's tables again."""
+    raise typer.Exit(int(not REPORT.show(path) and check))
 
 
 if __name__ == "__main__":

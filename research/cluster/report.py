@@ -75,7 +75,7 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
             *_jct_columns(many, lambda one: (one.cluster, one.agents)),
         ]
         pairs = list(dict.fromkeys((one.cluster, one.agents) for one in many))
-        yield Table("JCT in seconds over the number of agents", columns, pairs, unit="seconds")
+        yield Table("JCT in seconds over the number of agents", columns, pairs)
     yield from _online_tables(samples, conditions)
     for part, title in _PARTS.items():
         if found := select(samples, part=part):
@@ -100,7 +100,6 @@ def _jct_columns(samples: Sequence[Sample], key: Any) -> list[Column]:
             f"{arm}, s",
             lambda row, arm=arm: median(found.get((row, arm), ())),
             "{:,.1f}",
-            drawn=True,
         )
         for arm in distinct(samples, "arm")
     ]
@@ -164,7 +163,7 @@ def _over_rates(runs: Sequence[Sample]) -> Iterator[Table]:
             *by_arm(distinct(here, "arm"), ttft, "{:.3f}"),
         ]
         rates = sorted(set(distinct(here, "rate")))
-        yield Table(f"{cluster}: mean TTFT in seconds", columns, rates, unit="seconds")
+        yield Table(f"{cluster}: mean TTFT in seconds", columns, rates)
 
 
 _PARTS = {

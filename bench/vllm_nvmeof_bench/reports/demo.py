@@ -34,12 +34,11 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
 
     columns = [
         by("case"),
-        medians(samples, "seconds", "seconds", "{:.3f}", ranged=True, drawn=True),
+        medians(samples, "seconds", "seconds", "{:.3f}", ranged=True),
         Column("times as fast", speedup, "{:.1f}"),
         Column("n", lambda row: len(select(samples, **row))),
     ]
-    yield Table("Time to first token; of preempted requests, to the next token", columns, rows,
-                unit="seconds")  # fmt: skip
+    yield Table("Time to first token; of preempted requests, to the next token", columns, rows)
 
 
 REPORTS = (Report("demo", "The demo", Sample, _tables),)

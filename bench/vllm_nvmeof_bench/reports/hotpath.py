@@ -284,7 +284,7 @@ def _by_size(sizes: Sequence[int], cell: Callable[..., Any]) -> Iterator[Column]
     for chunks, side in itertools.product(sizes, SIDES):
         name = "op of 1" if chunks == ONE else f"{chunks:,}"
         get = partial(cell, side=side, chunks=chunks)
-        yield Column(f"{name} {side}", get, "{:,.3f}", drawn=chunks == _CHUNKS)
+        yield Column(f"{name} {side}", get, "{:,.3f}")
 
 
 def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table]:
@@ -304,7 +304,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table]:
     ]
     title = "µs per chunk (µs per op of one chunk), by chunks of the op"
     shown = [row for row in rows if row[0] != "start"]
-    yield Table(title, columns, shown, grouped=True, unit="µs per chunk")
+    yield Table(title, columns, shown, grouped=True)
     yield _sums(samples, sizes)
     yield _start(samples, [stage for case, stage in rows if case == "start"])
 
@@ -330,7 +330,7 @@ def _sums(samples: Samples, sizes: Sequence[int]) -> Table:
         Column("thread", lambda row: row[1], left=True),
         *_by_size(sizes, sum_of),
     ]
-    return Table("ms per op, look-ups included", columns, rows, grouped=True, unit="ms")
+    return Table("ms per op, look-ups included", columns, rows, grouped=True)
 
 
 def _start(samples: Samples, stages: Sequence[str]) -> Table:

@@ -132,14 +132,14 @@ def _compared(
     for name, side in sides.items():
         for what, measure in _MEASURES.items():
             get = middle(side, measure)
-            columns.append(Column(f"{name} {what}", get, "{:,.0f}", drawn=what != "mean"))
+            columns.append(Column(f"{name} {what}", get, "{:,.0f}"))
     for what, measure in _MEASURES.items():
         columns.append(Column(f"added {what}", more(measure, "us"), "{:+,.0f}"))
         columns.append(Column("%", more(measure, "per_cent"), "{:+.0f}"))
     if with_cpu:
         for name, side in sides.items():
             columns.append(Column(f"CPU s/GiB {name}", middle(side, "cpu_s_per_gib"), "{:.3g}"))
-    return Table(title, columns, points_of(samples), unit="µs")
+    return Table(title, columns, points_of(samples))
 
 
 def _short(name: str) -> str:

@@ -187,7 +187,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         by("turn", show=lambda turn: str(turn + 1)),
         *arm_columns(samples, arms, "ttft_s", scale=0.001),
     ]
-    yield Table("TTFT in ms by turn, medians", columns, turns, unit="ms")
+    yield Table("TTFT in ms by turn, medians", columns, turns)
     ratios = [
         (what, OURS, rival, found, what == "TTFT")
         for rival in _RIVALS

@@ -197,7 +197,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         by("rates", "links, MB/s"),
         by("transport", "chunks come by"),
         by("arm", "", lambda arm: ARMS[arm]),
-        medians(loads, "MB/s", "mb_per_s", drawn=True),
+        medians(loads, "MB/s", "mb_per_s"),
         Column("/ no peer", lambda row: over(row, WITHOUT), "{:.3f}"),
         Column("ours / it", lambda row: over(row, VLLM_P2P), "{:.3f}"),
         medians(loads, "/ sum", "of_sum", "{:.3f}"),
@@ -206,7 +206,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         medians(loads, "peer's", "helper_ms_per_gb"),
     ]
     title = f"One load, medians over {len(distinct(loads, 'round'))} rounds"
-    yield Table(title, columns, rows, caption=METHOD, unit="MB/s")
+    yield Table(title, columns, rows, caption=METHOD)
     for name in distinct(loads, "transport"):
         yield f"{name}: {TRANSPORTS[name]}"
     for one in select(samples, stage=IDLE):

@@ -33,12 +33,6 @@ _BESIDE = "read_beside_writes"
 _RIVALS = ("fio", "ours_threads", "ring")
 _FS = "vllm_fs"
 _RATE, _CPU = "mib_per_s", "cpu_s_per_gib"
-#: Only older files contain these; `bench hotpath` measures the manager now.
-_MANAGER = {
-    "lookup_us": ("time per key looked up", 1.0, " µs"),
-    "bytes_per_entry": ("memory per entry, 1 M entries", 400.0, " B"),
-    "gc_pause_ms_max": ("longest collection pause", 20.0, " ms"),
-}
 _LARGE = 512 * KIB
 
 
@@ -65,11 +59,11 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
     rounds = max((one.round for one in samples), default=0) + 1
     rates = [one for one in samples if one.case != _BESIDE]
     beside = select(samples, case=_BESIDE)
-    for title, unit, some, measure, form in (
-        ("MiB/s", "MiB/s", rates, _RATE, "{:,.0f}"),
-        ("CPU seconds per GiB", "s/GiB", rates, _CPU, "{:.3f}"),
-        ("demand read beside writes, p50 in µs", "µs", beside, "p50_us", "{:,.0f}"),
-        ("demand read beside writes, p99 in µs", "µs", beside, "p99_us", "{:,.0f}"),
+    for title, some, measure, form in (
+        ("MiB/s", rates, _RATE, "{:,.0f}"),
+        ("CPU seconds per GiB", rates, _CPU, "{:.3f}"),
+        ("demand read beside writes, p50 in µs", beside, "p50_us", "{:,.0f}"),
+        ("demand read beside writes, p99 in µs", beside, "p99_us", "{:,.0f}"),
     ):
         found = {(one.case, one.block_bytes) for one in some}
         rows = [
@@ -79,7 +73,7 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
         arms = [arm for arm in ARMS if select(some, arm=arm)]
         columns = [by("case"), by("block_bytes", "block", results.size_name)]
         columns += arm_columns(some, arms, measure, form)
-        yield Table(f"{title}, median of {rounds} rounds", columns, rows, grouped=True, unit=unit)
+        yield Table(f"{title}, median of {rounds} rounds", columns, rows, grouped=True)
     yield compared(
         "Paired by round",
         [
@@ -118,8 +112,6 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[resu
     large_reads = worst(ratio("batch_read", block) for block in large)
     kept = ratio("writes_beside_read", rival="ours", base="writes_alone")
     write_cpu, read_cpu = (ratio(case, measure=_CPU) for case in ("batch_write", "batch_read"))
-    given = conditions.get("manager") or {}
-    manager = {name: Figure(value, 1) for name, value in given.items() if value is not None}
     small = ratio("batch_write", 64 * KIB)
     return [
         bound("batch read ≥ 512 KiB / best of fio, threads, ring", "≥", 0.94, best("batch_read")),
@@ -135,11 +127,6 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[resu
         bound("CPU s/GiB, 2 MiB batch read / fs tier", "≤", 0.5, read_cpu),
         bound("p99 of a read beside writes / fs tier", "≤", 0.5, ratio(_BESIDE, measure="p99_us")),
         bound("our writes beside reads / alone", "≥", 0.7, kept),
-        *(
-            bound(f"manager: {name}", "≤", limit, manager[measure], unit)
-            for measure, (name, limit, unit) in _MANAGER.items()
-            if measure in manager
-        ),
     ]
 
 

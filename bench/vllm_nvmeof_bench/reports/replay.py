@@ -139,14 +139,11 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
     columns = [
         Column("arm", str),
         Column("prompt tokens", lambda arm: conditions["hits"][arm]["prompt"] or None, "{:,}"),
-        *(
-            Column(name, partial(rate, place=place), "{:.1f} %", drawn=True)
-            for place, name in _PLACES.items()
-        ),
+        *(Column(name, partial(rate, place=place), "{:.1f} %") for place, name in _PLACES.items()),
         Column("working set", lambda arm: conditions["working_set_tokens"][arm], "{:,}"),
     ]
     title = "Where prompt tokens were found, as the server counts; unique tokens asked for"
-    yield Table(title, columns, arms, unit="% of prompt tokens")
+    yield Table(title, columns, arms)
     for arm in arms:
         if failed := select(samples, arm=arm, ended="failed"):
             yield f"{arm}: {len(failed)} failed, the first with: {failed[0].why}"
@@ -168,7 +165,7 @@ def _over_time(samples: Sequence[Sample], arms: Sequence[str]) -> Table:
         *by_arm(arms, ttft, "{:.3f}"),
     ]
     title = "Medians of the time to first token (s), by when a request was sent"
-    return Table(title, columns, windows if samples else (), unit="seconds")
+    return Table(title, columns, windows if samples else ())
 
 
 _WINDOWS = 12

@@ -278,7 +278,7 @@ def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
         by("phase", "", lambda phase: phases[phase]),
         *arm_columns(samples, arms, "ttft_s", scale=0.001),
     ]
-    yield Table(f"TTFT in ms, medians of {of} rounds", columns, rows, grouped=True, unit="ms")
+    yield Table(f"TTFT in ms, medians of {of} rounds", columns, rows, grouped=True)
 
     def times(arm: str, length: int) -> results.Spread | None:
         return spread_of(ratio_of_ttft(samples, arm, length))
@@ -309,7 +309,7 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
     ):
         if results.values_of(samples, measure):
             columns = [at, *arm_columns(samples, arms, measure, form)]
-            yield Table(f"{name} {title}", columns, rows, unit=name)
+            yield Table(f"{name} {title}", columns, rows)
 
     def over_first(arm: str, rate: int) -> results.Spread | None:
         return spread_of(ratio_of_hits(samples, arm, arms[0], rate))
@@ -351,13 +351,13 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
     ):
         get = partial(lambda row, name: getattr(found[row], name), name=name)
         columns += [
-            Column(title, get, "{:,.0f}", scale, drawn=name == "tokens_per_s"),
+            Column(title, get, "{:,.0f}", scale),
             Column("Δ", delta(name)),
         ]
     columns += [Column("failures", lambda row: found[row].failures), Column("found", places)]
     rounds = len(set(distinct(samples, "round")))
     title = f"Conversations; rounds, taken together: {rounds}"
-    yield Table(title, columns, found, grouped=True, unit="prompt and answer tokens per second")
+    yield Table(title, columns, found, grouped=True)
     yield "tokens/s: of all prompts and answers; found: share of the prompts' tokens"
     ratios = {
         f"{title} at {level}": partial(ratio_of_turns, samples, concurrency=level, name=name)

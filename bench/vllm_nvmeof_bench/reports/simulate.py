@@ -95,7 +95,7 @@ def _by_policy(
         Column("size", lambda size: f"{_share(size, conditions):.3g}"),
         *by_arm(distinct(samples, "policy"), value, "{:.1f} %"),
     ]
-    return Table(title, columns, distinct(samples, "pool_tokens"), unit="% of prompt tokens")
+    return Table(title, columns, distinct(samples, "pool_tokens"))
 
 
 def _columns(conditions: Conditions) -> list[Column]:

@@ -128,7 +128,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     columns = [
         by("arm", "longest gap, ms"),
         *(
-            medians(of_phase[phase], words, "gap_ms", "{:,.1f}", ranged=True, drawn=True)
+            medians(of_phase[phase], words, "gap_ms", "{:,.1f}", ranged=True)
             for phase, words in PHASES.items()
         ),
         Column("the load adds", lambda row: _added_ms(samples, row["arm"]), "{:,.1f}"),
@@ -136,7 +136,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         Column("n", lambda row: len(select(of_phase[BACK], **row)) or None),
     ]
     title = "Gaps between two tokens of the requests that decode"
-    yield Table(title, columns, rows, unit="longest gap, ms")
+    yield Table(title, columns, rows)
     if again := [one for one in samples if one.restarts]:
         yield (
             f"In {len(again)} of {len(samples)} samples requests finished decoding and were sent "

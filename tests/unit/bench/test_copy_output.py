@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""File, tables, targets, picture and command line of `bench copy`, on made-up samples."""
+"""File, tables, targets and command line of `bench copy`, on made-up samples."""
 
 from __future__ import annotations
 
