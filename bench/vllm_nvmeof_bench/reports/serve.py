@@ -21,18 +21,20 @@ from vllm_nvmeof_bench.report import (
     by,
     by_arm,
     compared,
+    ratios_of,
 )
 from vllm_nvmeof_bench.results import distinct, mean, paired, select, spread_of
 
-#: (our arm, its rival: as much CPU memory and the same storage, or the storage's limit). On a GPU
-#: ours may name a copy backend.
+#: (our arm, its rival: as much CPU memory and the same storage; or ours on faster storage). On a
+#: GPU ours may name a copy backend.
 _RIVALS = (
     *((ours, "peer_full") for ours in ("full", "full:dma", "full:kernel")),
     *((ours, "peer") for ours in ("pool", "pool:dma")),
     ("target", "peer_target"),
-    ("pool", "drive"),
-    ("target", "stand_in"),
+    ("target", "pool"),
 )
+#: (our arm, what its storage needs at least).
+_LIMITS = (("pool", "drive"), ("target", "stand_in"))
 _PLACES = ("gpu", "cpu", "pool", "other")
 Conditions = Mapping[str, Any]
 
@@ -93,10 +95,6 @@ class HitSample:
     def tokens_per_s(self) -> float:
         """The tokens of prompts, computed or not, and of answers per second."""
         return (self.prompt_tokens + self.answer_tokens) / self.seconds
-
-    @property
-    def requests_per_s(self) -> float:
-        return (self.requests - self.failures) / self.seconds
 
 
 @dataclass(frozen=True)
@@ -304,7 +302,7 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
     title = f"of {requests} prompts at once, medians of rounds"
     for name, measure, form in (
         ("Tokens/s", "tokens_per_s", "{:,.0f}"),
-        ("Requests/s", "requests_per_s", "{:,.1f}"),
+        ("Seconds", "seconds", "{:,.3f}"),
         ("The server's CPU seconds", "cpu_s", "{:.2f}"),
     ):
         if results.values_of(samples, measure):
@@ -322,8 +320,24 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
         ratios[f"throughput at {rate} % hits"] = partial(ratio_of_hits, samples, rate=rate)
         ratios[f"CPU seconds at {rate} % hits"] = partial(ratio_of_cpu, samples, rate=rate)
     yield _rivals_table(samples, ratios)
-    same, compared = (sum(getattr(one, name) for one in samples) for name in ("same", "compared"))
-    yield f"answers that equal the first arm's: {same} of {compared}"
+    costs = [
+        ("throughput", ours, "none", found, False)
+        for ours in ("full", "pool")
+        if (found := ratio_of_hits(samples, ours, "none", 0))
+    ]
+    yield compared("Nothing returns", costs)
+    limits = [
+        row
+        for ours, other in _LIMITS
+        for row in ratios_of(samples, "seconds", ours, other, True, "seconds", rate=100)
+    ]
+    columns = [
+        Column("seconds of", lambda row: f"{row[1]} / {row[2]}"),
+        Column("ratio", lambda row: results.median_ratio(row[3]), "{:.2f}"),
+    ]
+    yield Table("Time / what the storage needs at least", columns, limits)
+    same, count = (sum(getattr(one, name) for one in samples) for name in ("same", "compared"))
+    yield f"answers that equal the first arm's: {same} of {count}"
 
 
 def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
