@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from vllm_nvmeof_bench.replay import Replay, Settings, Vocabulary, trace_of
-from vllm_nvmeof_bench.reports.replay import Sample, summary_of
+from vllm_nvmeof_bench.reports.replay import Sample, ratio, summary_of
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.traces import Pace, Request, read_trace
@@ -172,3 +173,15 @@ def test_figures_are_of_whole_requests_and_first_tokens() -> None:
     assert summary_of(samples, "none")["tokens_in_per_s"] == pytest.approx(2000 / 28)
     assert summary_of(samples, "none")["ttft_mean_s"] == pytest.approx(4.2)
     assert summary_of(samples, "silent") == {}
+    assert summary_of(samples, "none")["tpot_ms"] == pytest.approx(1000 / 9)
+
+
+def test_rounds_are_added_up_and_compared_one_by_one() -> None:
+    samples, _ = made_up()
+    slower = [replace(one, round=1, ttft_s=one.ttft_s and 2 * one.ttft_s) for one in samples]
+    both = [*samples, *slower]
+    assert summary_of(both, "none")["completed"] == 40
+    assert summary_of(both, "none")["tokens_in_per_s"] == pytest.approx(2000 / 28)
+    found = ratio(both, "ttft_p95_s", "none", "pool")
+    assert found == pytest.approx([4.0, 4.0])
+    assert ratio(both, "ttft_p95_s", "none", "silent") == []

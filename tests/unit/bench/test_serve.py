@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 from vllm_nvmeof_bench.home import drop_logs
+from vllm_nvmeof_bench.report import Table
 from vllm_nvmeof_bench.reports import serve as report
 from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample, ratio_of_cpu
 from vllm_nvmeof_bench.results import BenchError, load
@@ -32,7 +33,7 @@ from vllm_nvmeof_bench.serve.fleet import (
     offload_of,
     server_spec,
 )
-from vllm_nvmeof_bench.serve.measure import HitSettings, TtftSettings, prompts_of
+from vllm_nvmeof_bench.serve.measure import HitSettings, TtftSettings, prompts_of, read_times
 from vllm_nvmeof_bench.servers import client as client_module
 from vllm_nvmeof_bench.servers import engine
 from vllm_nvmeof_bench.servers.client import Client, Hits, Metrics, Tokens
@@ -178,6 +179,65 @@ def test_samples_measured_before_an_interruption_are_kept(
     assert "this run was cut off" in shown.output
 
 
+def test_servers_that_restart_are_new_and_have_new_clients(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    steps: list[str] = []
+
+    class Started(contextlib.AbstractContextManager["Started"]):
+        """A server that was started here: made up, and gone once it was stopped."""
+
+        def __init__(self, spec: object, log_path: Path) -> None:
+            self.server = MadeUpServer(skew=len(steps)).__enter__()
+            self.url, self.pid, self.stopped = self.server.url, 1, False
+            steps.append("start")
+
+        def wait_ready(self) -> None: ...
+
+        def stop(self) -> None:
+            if not self.stopped:
+                self.server.__exit__(None, None, None)
+                steps.append("stop")
+            self.stopped = True
+
+        def __exit__(self, *error: object) -> None:
+            self.stop()
+
+    monkeypatch.setattr(fleet, "Server", Started)
+    monkeypatch.setattr(fleet, "Client", lambda url, model="made-up", **more: Client(url, model=""))
+    given = {"ours": SPEC, "theirs": "http://127.0.0.1:1"}
+    with MadeUpServer() as theirs:
+        given["theirs"] = theirs.url
+        with fleet.serving(given, tmp_path, lambda what: None, {}) as found:  # type: ignore[arg-type]
+            assert list(found.clients) == ["ours", "theirs"]
+            before, kept = found.clients["ours"], found.clients["theirs"]
+            first = found.run(before.attempt(LONG, 1))
+            found.restart()
+            assert steps == ["start", "stop", "start"]
+            assert found.clients["ours"] is not before and found.clients["theirs"] is kept
+            again = found.run(found.clients["ours"].attempt(LONG, 1))
+            assert first.failure is None and again.failure is None
+            assert first.tokens != again.tokens, "another server answers"
+    assert steps == ["start", "stop", "start", "stop"]
+
+
+def test_the_limit_is_timed_with_bytes_from_the_disk(tmp_path: Path) -> None:
+    found = read_times(tmp_path, 5 << 20, 3)
+    assert len(found) == 3 and min(found) > 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_time_is_compared_with_what_the_storage_needs() -> None:
+    def sample(arm: str, seconds: float) -> HitSample:
+        return HitSample(arm, 100, 0, 4, 0, seconds, 9, 1, None, 0, 0, 0, 0, 0, 0)
+
+    times = {"pool": 1.5, "drive": 0.5, "target": 2.2, "stand_in": 2.0}
+    parts = report.REPORTS[1].tables([sample(*one) for one in times.items()], {})
+    tables = [one for one in parts if isinstance(one, Table)]
+    (found,) = (one.cells for one in tables if one.title.startswith("Time / what"))
+    assert found == [["pool / drive", "3.00"], ["target / stand_in", "1.10"]]
+
+
 def test_a_batch_has_the_hits_of_its_rate() -> None:
     settings, tokens = HitSettings(count=8, prompt_tokens=5), Tokens()
     all_of_it = dict(prompts_of(settings, tokens, 100, 0))
@@ -223,6 +283,7 @@ def test_ratios_of_ttft_are_of_the_same_prompt() -> None:
 
 SIZES = Sizes(working_tokens=9600, request_tokens_max=1000, gpu_tokens=1024)
 LONG = list(range(100, 200))
+SPEC = object()
 
 
 def run_on(server: MadeUpServer, work: Callable[[Client], Coroutine[Any, Any, Any]]) -> Any:
