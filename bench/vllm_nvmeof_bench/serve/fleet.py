@@ -11,6 +11,7 @@ full:dma or full:kernel. NAME=URL is a server already running.
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 import os
 import random
@@ -72,7 +73,8 @@ class Arm:
 
     url: URL of a running server, about which nothing else is known. copy_backend: for our arms on a
     GPU, "dma" or "kernel"; empty: chosen by calibration. place: name of the directory of its pool
-    or files, if other than the arm's name: arms may share one.
+    or files, if other than the arm's name: arms may share one. peer: vLLM's tiering. lifeboat: with
+    Lifeboat's tier below it instead of vLLM's fs tier; lifeboatcache must be installed.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Arm:
     pool: bool = False
     throttled: bool = False
     peer: bool = False
+    lifeboat: bool = False
     url: str | None = None
     copy_backend: str = ""
     place: str = ""
@@ -104,6 +107,8 @@ ARMS = {
         Arm("peer_target", "vLLM's tiering + fs, holds a third, disk throttled", "third", True,
             True, True),
         Arm("peer_full", "vLLM's tiering + fs, holds all", "all", pool=True, peer=True),
+        Arm("lifeboat", "vLLM's tiering + Lifeboat, holds a third", "third", pool=True, peer=True,
+            lifeboat=True),
     )
 }  # fmt: skip
 
@@ -284,7 +289,7 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
             "cpu_bytes_to_use": sizes.staging_bytes(arm.tier),
             "block_size": BLOCK_TOKENS,
             "offload_prompt_only": False,
-            "secondary_tiers": [{"type": "fs", "root_dir": str(place)}],
+            "secondary_tiers": [_lifeboat(place, sizes) if arm.lifeboat else _fs(place)],
         }
         if has_cpu_engine():
             extra["spec_name"] = "HostTieringOffloadingSpec"
@@ -303,6 +308,36 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
         read_deadline_ms=_READ_DEADLINE_MS,
         **({"copy_backend": arm.copy_backend} if arm.copy_backend else {}),
     )
+
+
+def _fs(place: Path) -> dict[str, object]:
+    return {"type": "fs", "root_dir": str(place)}
+
+
+def _lifeboat(place: Path, sizes: Sizes) -> dict[str, object]:
+    """Return Lifeboat's tier with its settings for one GPU node, but no dashboard or exporter."""
+    place.mkdir(parents=True, exist_ok=True)
+    settings = {
+        "extends": "single_node_gpu",
+        "device": "cpu" if has_cpu_engine() else "cuda",
+        "storage": {
+            "tiers": [
+                {
+                    "name": "nvme",
+                    "type": "nvme",
+                    "enabled": True,
+                    "path": str(place / "kv"),
+                    "capacity_gb": max(1, sizes.pool_bytes / 1e9),
+                }
+            ]
+        },
+        "dashboard": {"enabled": False},
+        "telemetry": {"prometheus": {"enabled": False}},
+    }
+    path = place / "lifeboat.yaml"
+    path.write_text(json.dumps(settings))  # JSON is YAML too
+    module = "lifeboat_cache.integrations.vllm_tier"
+    return {"type": "LifeboatTier", "module_path": module, "lifeboat_config": str(path)}
 
 
 def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
