@@ -14,10 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from vllm_nvmeof_bench.benchmark import BENCHMARKS, report_of, words_of
-from vllm_nvmeof_bench.report import (
-    Report,
-    markdown,
-)
+from vllm_nvmeof_bench.report import Report, markdown
 from vllm_nvmeof_bench.results import BenchError, name_in
 
 #: Exceptions that damaged samples or conditions can raise in a benchmark's report.

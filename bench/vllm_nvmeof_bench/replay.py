@@ -5,7 +5,7 @@ In every round the arms run in random order, and no round's prompts share tokens
 
 A session's next request is sent after the last answer and the user's think time. A server that
 falls behind thus receives requests later, not more at once, but must recompute contexts that were
-evicted by then, and falls behind further. The replay shows this spiral.
+evicted by then, and falls behind further.
 """
 
 from __future__ import annotations
@@ -244,7 +244,7 @@ class Replay:
 COMMANDS = (
     Command(
         "replay",
-        "Replay agentic sessions against servers: TTFT, throughput and hits by tier, over time.\n\n"
+        "Replay agentic sessions against servers: TTFT, throughput and hits by tier.\n\n"
         "Users arrive one after another, think as long as in the trace, and share prefixes as in "
         "the trace. Without --base-url one small server per arm is started on the CPU; shrink the "
         "trace for these, for example with --block-tokens 2 --context-max 4000 --time-scale 0.1.",

@@ -20,15 +20,7 @@ from vllm_nvmeof_bench.report import (
     ratios_of,
     rows_of,
 )
-from vllm_nvmeof_bench.results import (
-    Figure,
-    Goal,
-    bound,
-    distinct,
-    median_of,
-    select,
-    worst,
-)
+from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select, worst
 from vllm_nvmeof_offload.copy.calibration import KERNEL_MARGIN
 from vllm_nvmeof_offload.units import KIB, format_bytes
 

@@ -3,24 +3,13 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-import numpy as np
-
-from vllm_nvmeof_bench.report import Column, Conditions, Report, Table, by_arm, compared
-from vllm_nvmeof_bench.results import (
-    Spread,
-    distinct,
-    median,
-    percentile,
-    select,
-    spread_of,
-    values_of,
-)
+from vllm_nvmeof_bench.report import Column, Conditions, Report, Table, compared
+from vllm_nvmeof_bench.results import distinct, median, percentile, select, values_of
 
 _PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"}
 
@@ -130,7 +119,6 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
         if (values := ratio(samples, name, *pair))
     ]
     yield compared("Paired by run", rows)
-    yield _over_time(samples, arms)
 
     def rate(arm: str, place: str) -> float | None:
         hits = conditions["hits"][arm]
@@ -149,26 +137,6 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
             yield f"{arm}: {len(failed)} failed, the first with: {failed[0].why}"
 
 
-def _over_time(samples: Sequence[Sample], arms: Sequence[str]) -> Table:
-    """Return medians over time; if they rise with constant users, the server falls behind."""
-    end_s = max((one.at_s for one in samples), default=0.0) or 1.0
-    edges = np.linspace(0, end_s, _WINDOWS + 1).tolist()
-    windows = list(itertools.pairwise(edges))
-
-    def ttft(arm: str, window: tuple[float, float]) -> Spread | None:
-        low, high = window
-        mine = [one for one in select(samples, arm=arm) if low <= one.at_s <= high]
-        return spread_of(values_of(mine, "ttft_s"))
-
-    columns = [
-        Column("sent, s", lambda window: f"{window[0]:.0f} to {window[1]:.0f}"),
-        *by_arm(arms, ttft, "{:.3f}"),
-    ]
-    title = "Medians of the time to first token (s), by when a request was sent"
-    return Table(title, columns, windows if samples else ())
-
-
-_WINDOWS = 12
 #: (ours, beside what): the pool's gain, and vLLM's tiering with as much memory.
 _PAIRS = (("pool", "third"), ("pool", "peer"))
 #: Title, figure of `summary_of`, whether less is better.

@@ -13,7 +13,6 @@ from typing import Any
 
 from vllm_nvmeof_bench import results
 from vllm_nvmeof_bench.report import (
-    NOTHING,
     Column,
     Report,
     Table,
@@ -32,6 +31,7 @@ _RIVALS = (
     *((ours, "peer") for ours in ("pool", "pool:dma")),
     ("target", "peer_target"),
     ("target", "pool"),
+    ("pool", "lifeboat"),
 )
 #: (our arm, what its storage needs at least).
 _LIMITS = (("pool", "drive"), ("target", "stand_in"))
@@ -209,11 +209,6 @@ def ratio_of_turns(
 _RATIOS = {"tokens/s": "tokens_per_s", "TTFT avg": "ttft_mean_s", "TTFT P95": "ttft_p95_s"}
 
 
-def changed(value: float | None, base: float | None) -> str:
-    """Return the change from `base` to `value` in per cent, or `NOTHING` if either is missing."""
-    return NOTHING if value is None or not base else f"{100 * (value / base - 1):+.0f} %"
-
-
 def _same_turns(samples: Sequence[Any]) -> tuple[int, int]:
     """Return (answers that equal the first arm's for the same turn, answers compared)."""
     first: dict[tuple[int, ...], str] = {}
@@ -346,9 +341,6 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
     arms, levels = distinct(samples, "arm"), _levels(samples, "concurrency")
     found = {(level, arm): turns_of(samples, arm, level) for level in levels for arm in arms}
 
-    def delta(name: str) -> Callable[[tuple[int, str]], str]:
-        return lambda row: changed(getattr(found[row], name), getattr(found[row[0], arms[0]], name))
-
     def places(row: tuple[int, str]) -> str:
         shares = zip(found[row].found, ("GPU", "CPU", "pool", "other"), strict=False)
         return ", ".join(f"{share:.0%} {name}" for share, name in shares)
@@ -364,10 +356,7 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
         ("ttft_p99_s", "P99", 0.001),
     ):
         get = partial(lambda row, name: getattr(found[row], name), name=name)
-        columns += [
-            Column(title, get, "{:,.0f}", scale),
-            Column("Δ", delta(name)),
-        ]
+        columns.append(Column(title, get, "{:,.0f}", scale))
     columns += [Column("failures", lambda row: found[row].failures), Column("found", places)]
     rounds = len(set(distinct(samples, "round")))
     title = f"Conversations; rounds, taken together: {rounds}"
