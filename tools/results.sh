@@ -13,7 +13,7 @@ bash tools/bench_setup.sh
 results=${1:-bench/results}
 disk=${2:-build/bench/disk}
 names=("${@:3}")
-[ ${#names[@]} -gt 0 ] || names=(turns restart beyond ${TRACES:+replay})
+[ ${#names[@]} -gt 0 ] || names=(turns turns-smollm2 restart beyond ${TRACES:+replay})
 bench=(.venv/bin/vllm-nvmeof bench)
 
 # measure NAME COMMAND…: runs a benchmark; a failure does not stop the others.
@@ -26,7 +26,10 @@ measure() {
 }
 
 failed=()
-measure turns serve turns --dir "$disk" --model medium --arms none,pool,target,peer --rounds 8
+measure turns serve turns --dir "$disk" --model medium --arms none,pool,target,peer --rounds 8 \
+    --first-tokens 320 --grow-tokens 96
+measure turns-smollm2 serve turns --dir "$disk" --model smollm2 --arms pool,peer --concurrency 8 \
+    --rounds 8
 measure restart serve ttft --dir "$disk" --model smollm2 --lengths 4096 --restart \
     --arms pool,peer --rounds 8
 measure beyond serve hits --dir "$disk" --model medium --count 4 --prompt-tokens 4000 --rates 100 \

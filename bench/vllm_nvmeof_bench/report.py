@@ -189,11 +189,13 @@ def compared(title: str, rows: Iterable[Ratios]) -> Table:
     """Return a table of paired ratios, which calls ours ahead, level or behind.
 
     Ours is level if the interval contains 1.0. With fewer than five pairs, their range takes the
-    interval's place.
+    interval's place; with fewer than three there is no verdict.
     """
     found = [(*row, _with_range(row[3])) for row in rows]
 
     def verdict(row: tuple[*Ratios, Paired]) -> str:
+        if row[5].n < _VERDICT_FROM:
+            return NOTHING
         level = row[5].contains(1.0)
         return "level" if level else AHEAD if (row[5].middle < 1) == row[4] else BEHIND
 
@@ -216,6 +218,7 @@ def ratios_of(
     return [(title, ours, other, found, lower)] if found else []
 
 
+_VERDICT_FROM = 3
 _METHOD = f"{METHOD}; the range of fewer than five pairs"
 
 

@@ -199,6 +199,7 @@ class HitSettings(ServerSettings):
             spent_s = None if before_s is None or after_s is None else after_s - before_s
             run.samples.append(HitSample(arm=arm, rate=rate, round=number, cpu_s=spent_s, **one))
         if self.drive:
+            run.conditions["arms"] |= {arm: {"says": text} for arm, text in _LIMITS.items()}
             run.samples.extend(self._limits())
 
     def _limits(self) -> Iterator[HitSample]:
@@ -256,6 +257,10 @@ class HitSettings(ServerSettings):
         }
 
 
+_LIMITS = {
+    "drive": "the returning bytes, read from the disk past the page cache",
+    "stand_in": "the returning bytes at the throttled stand-in's rate",
+}
 _PIECE_BYTES, _READERS = 2 * MIB, 8
 
 
