@@ -95,7 +95,8 @@ def _lines(conditions: Conditions) -> Iterator[str]:
 
 
 def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table | str]:
-    arms = distinct(samples, "arm")
+    there = distinct(samples, "arm")
+    arms = [arm for arm in conditions.get("arms", {}) if arm in there] or there
     found = {arm: summary_of(samples, arm) or {"completed": 0} for arm in arms}
 
     def shown(title: str, name: str, form: str) -> Column:
