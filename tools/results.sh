@@ -36,7 +36,7 @@ measure beyond serve hits --dir "$disk" --model medium --count 4 --prompt-tokens
     --third-tokens 2400 --drive --arms none,pool,peer,target,peer_target --rounds 8
 measure replay replay "${TRACES:-none}" --dir "$disk" --model medium --arms none,third,pool,peer \
     --rounds 5 --duration 30 --sessions 16 --users 6 --ramp 1 --time-scale 0.05 --think-max 3 \
-    --block-tokens 2 --context-max 4000 --gpu-tokens 8192 --third-tokens 12000
+    --block-tokens 2 --context-max 4000 --gpu-tokens 8192 --third-tokens 6000
 measure ttft serve ttft --dir "$disk" --model smollm2 --rounds 6
 measure hits serve hits --dir "$disk" --rounds 5
 measure stall serve stall --dir /dev/shm/stall --rounds 11
