@@ -69,7 +69,7 @@ class Column:
             return self._number(value.median) + f" [dim]{low}–{high}[/]" * self.ranged
         if isinstance(value, Paired):
             ends = [self._number(end) for end in value.interval or ()]
-            return self._number(value.middle) + (f" ({' to '.join(ends)})" if ends else "")
+            return self._number(value.middle) + (f" ({'–'.join(ends)})" if ends else "")
         return NOTHING if value is None else self._number(value)
 
     def _number(self, value: Any) -> str:
@@ -201,7 +201,7 @@ def compared(title: str, rows: Iterable[Ratios]) -> Table:
 
     columns = [
         Column("measured", lambda row: row[0]),
-        Column("ratio of", lambda row: f"{row[1]} / {row[2]}", left=True),
+        Column("ratio of", lambda row: f"{row[1]}/{row[2]}", left=True),
         Column("ratio", lambda row: row[5], "{:.2f}"),
         Column("ours is", verdict, left=True),
         Column("pairs", lambda row: row[5].n),
@@ -272,7 +272,7 @@ def markdown_table(
     """Return a Markdown table of plain cells. right: indexes of right-aligned columns."""
     rule = ["---:" if index in right else "---" for index in range(len(columns))]
     lines = [[_cell(one) for one in columns], rule, *([_cell(one) for one in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return "\n".join(f"|{'|'.join(line)}|" for line in lines)
 
 
 def plain(cell: str) -> str:

@@ -327,7 +327,7 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
         for row in ratios_of(samples, "seconds", ours, other, True, "seconds", rate=100)
     ]
     columns = [
-        Column("seconds of", lambda row: f"{row[1]} / {row[2]}"),
+        Column("seconds of", lambda row: f"{row[1]}/{row[2]}"),
         Column("ratio", lambda row: results.median_ratio(row[3]), "{:.2f}"),
     ]
     yield Table("Time / what the storage needs at least", columns, limits)

@@ -75,12 +75,12 @@ def page(tmp_path: Path) -> Path:
 
 def test_a_block_is_filled_with_its_source_and_a_row_behind_is_bold(page: Path) -> None:
     shown = render(page)
-    row = ["TTFT of 100 tokens", "full / peer_full", "2.00 (2.00 to 2.00)", "behind", "5"]
-    assert f"| {' | '.join(f'**{cell}**' for cell in row)} |" in shown
+    row = ["TTFT of 100 tokens", "full/peer_full", "2.00 (2.00–2.00)", "behind", "5"]
+    assert f"|{'|'.join(f'**{cell}**' for cell in row)}|" in shown
     assert "`t.json`: 2 CPUs made up; 2026-01-02, abc; 5 rounds." in shown
     assert "old" not in shown
     page.write_text(page.read_text().replace("Ours", "TTFT in ms | prompt, tokens; full | return"))
-    assert "| 100 | 1,000 |" in render(page)
+    assert "|100|1,000|" in render(page)
     assert "4,000" not in render(page)
 
 

@@ -103,7 +103,7 @@ def test_a_file_of_another_form_is_refused(file: Path, tmp_path: Path, content: 
         (1.234, False, "1.23"),
         (Spread(2.0, 1.0, 4.0, 3), False, "2.00"),
         (Spread(2.0, 1.0, 4.0, 3), True, "2.00 [dim]1.00–4.00[/]"),
-        (Paired(0.9, (0.8, 1.1), 9), False, "0.90 (0.80 to 1.10)"),
+        (Paired(0.9, (0.8, 1.1), 9), False, "0.90 (0.80–1.10)"),
         (Paired(0.9, None, 2), False, "0.90"),
     ],
 )

@@ -235,7 +235,7 @@ def test_a_time_is_compared_with_what_the_storage_needs() -> None:
     parts = report.REPORTS[1].tables([sample(*one) for one in times.items()], {})
     tables = [one for one in parts if isinstance(one, Table)]
     (found,) = (one.cells for one in tables if one.title.startswith("Time / what"))
-    assert found == [["pool / drive", "3.00"], ["target / stand_in", "1.10"]]
+    assert found == [["pool/drive", "3.00"], ["target/stand_in", "1.10"]]
 
 
 def test_a_batch_has_the_hits_of_its_rate() -> None:
