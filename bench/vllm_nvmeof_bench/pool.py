@@ -74,7 +74,7 @@ from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.errors import OK, EngineError, Outcome
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp
-from vllm_nvmeof_offload.io.native import choose_io_engine
+from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.pool.format import SLAB_FILE, Keyspace
 from vllm_nvmeof_offload.pool.log import with_log
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec

@@ -37,7 +37,7 @@ from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import outcome_of
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Waker
-from vllm_nvmeof_offload.io.native import choose_io_engine
+from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.manager.handshake import CoreConfig
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.log import with_log
