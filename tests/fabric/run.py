@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from tests.fabric import modules
 from tests.fabric.nvmet import Fabric
 from tests.fabric.scenarios import SCENARIOS
 from tests.fabric.stage import Stage
@@ -29,6 +30,7 @@ def main() -> None:
     result, *wanted = sys.argv[1:]
     found: dict[str, Any] = {}
     (transport,) = {each.split(":")[2] if each.count(":") == 2 else "tcp" for each in wanted}
+    modules.serve()
     fabric = Fabric(transport)
     for each in wanted:
         print(f"=== {each}", flush=True)

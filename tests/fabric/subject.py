@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import sys
 import threading
 import time
 from dataclasses import dataclass, field, replace
@@ -22,7 +23,9 @@ import numpy as np
 
 from tests.chunks import Reported, batch_of, identity_of, place_in, rows_of
 from tests.fabric.loadspec import LoadSpec, OpEnd
+from tests.fabric.modules import PYTHON
 from vllm_nvmeof_offload import LOGGER_NAME
+from vllm_nvmeof_offload.child import child_command
 from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
@@ -141,6 +144,7 @@ class _Load:
             Attachments(self.pool, self.io, self.health),
             [os.path.realpath(directory) for directory in self.pool.directories],
             lambda call: self.runner.hand_over(lambda _: call()),
+            command=child_command("targets.prober"),
         )
         # In place of vLLM's KV cache: one page per chunk that is stored and one per load.
         self.pages = np.zeros((CACHE_SLOTS + LOADS_MAX, PAYLOAD_BYTES // 8), np.uint64)
@@ -344,6 +348,7 @@ def content(identity: SlotIdentity) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 def run_load(spec: LoadSpec, pipe: Connection) -> None:
     """The child process; runs until the parent requests the end."""
+    sys.executable = str(PYTHON)  # for the processes that the product starts
     parent = _Parent(pipe)
     logger = logging.getLogger(LOGGER_NAME)
     logger.setLevel(logging.INFO)
