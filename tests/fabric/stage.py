@@ -18,6 +18,8 @@ from .network_fs import NetworkFs
 from .nvmet import Fabric, Timeouts, run
 
 LOOK_S = 0.1
+#: Between two looks at sysfs, which take a third of an emulated processor if made each `LOOK_S`.
+SYSFS_S_MIN = 0.5
 #: Seconds of the guest's clock, which jumps while files are read from a busy outer machine.
 READY_S_MAX = 600.0
 UNMOUNT_S_MAX = 60.0
@@ -36,11 +38,12 @@ class Stage:
     began_s: float = field(default_factory=time.monotonic)
     timeline: list[tuple[float, str]] = field(default_factory=list)
     child: LoadProcess | None = None
-    #: Seconds between two looks at sysfs.
+    #: Seconds between two looks for messages.
     look_s: float = LOOK_S
     mounted: list[Path] = field(default_factory=list)
     network_fs: NetworkFs | None = None
     _seen: dict[str, str] = field(default_factory=dict)
+    _looked_s: float = -SYSFS_S_MIN
 
     # -- recording --------------------------------------------------------------------
 
@@ -153,7 +156,9 @@ class Stage:
         self.check_bytes()
 
     def _look(self) -> None:
-        states = self.fabric.states()
+        if self.now_s - self._looked_s < SYSFS_S_MIN:
+            return
+        self._looked_s, states = self.now_s, self.fabric.states()
         for name in self._seen.keys() | states.keys():
             before, now = self._seen.get(name, "not there"), states.get(name, "not there")
             if before != now and self._seen:
