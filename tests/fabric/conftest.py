@@ -52,11 +52,17 @@ def played(guest: Guest, request: pytest.FixtureRequest) -> Results:
     }
     results: Results = {}
     boots = [each for each in enumerate(BOOTS) if not wanted or wanted & set(each[1])]
+    processors = threading.Semaphore(os.cpu_count() or 1)
+
+    def play_boot(number: int, boot: list[str]) -> None:
+        with processors:
+            results.update(play(guest, boot, number))
+
     for in_real_time in (False, True):
         # Daemons: an interrupt does not wait for the guests, which die with this process.
         threads = [
             threading.Thread(
-                target=lambda number, boot: results.update(play(guest, boot, number)),
+                target=play_boot,
                 args=(number, [each for each in boot if each in wanted or not wanted]),
                 daemon=True,
             )

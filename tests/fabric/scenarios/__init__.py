@@ -40,8 +40,8 @@ SCENARIOS: dict[str, Callable[[Stage], None]] = {
     "disconnected-while-mounted": devices.disconnected_while_mounted,
 }
 
-#: The guests run at the same time, with one processor each and similar duration. Entries:
-#: NAME:ENGINE on NVMe/TCP, NAME:ENGINE:rdma on NVMe/RDMA.
+#: As many guests as this machine has processors run at the same time, with one processor each and
+#: similar duration. Entries: NAME:ENGINE on NVMe/TCP, NAME:ENGINE:rdma on NVMe/RDMA.
 BOOTS: tuple[tuple[str, ...], ...] = (
     (
         "fabric-discovered:none",
@@ -84,6 +84,8 @@ BOOTS: tuple[tuple[str, ...], ...] = (
         "all-lost-briefly:uring:rdma",
         "all-lost-past-fast-io-fail:uring:rdma",
         "all-lost-past-ctrl-loss:threads:rdma",
+    ),
+    (
         "medium-fails:uring:rdma",
         "medium-hangs:uring:rdma",
         "medium-hangs-past-io-timeout:uring:rdma",
