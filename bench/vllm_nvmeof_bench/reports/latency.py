@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 
 from vllm_nvmeof_bench.report import Column, Report, Table, versions_in
 from vllm_nvmeof_bench.results import (
+    METHOD,
+    Paired,
     Spread,
     distinct,
     median_of,
+    median_ratio,
     select,
     size_name,
     spread_of,
@@ -88,6 +91,23 @@ def added(
     return Added(after - before, 100 * (after - before) / before)
 
 
+def as_expected(samples: Sequence[Sample], point: Point) -> Paired | None:
+    """Return our mean latency on the second target by the expected one, paired by round.
+
+    Expected is that our engine adds there to fio's what it adds on the first target.
+    """
+    before, after = distinct(samples, "target")[:2]
+    rounds: dict[int, dict[tuple[str, str], float]] = {}
+    for one in select(samples, point=point):
+        rounds.setdefault(one.round, {})[one.target, one.arm] = one.mean_us
+    shares = [
+        mean[after, "ours"] / (mean[after, "fio"] + mean[before, "ours"] - mean[before, "fio"])
+        for mean in rounds.values()
+        if len(mean) == 2 * len(ARMS)
+    ]
+    return median_ratio(shares) if min(shares, default=0) > 0 else None
+
+
 def points_of(samples: Iterable[Sample]) -> list[Point]:
     """Return all points, sorted by case, size, jobs and depth."""
     return sorted({one.point for one in samples})
@@ -107,11 +127,38 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
             title = f"{what} on {target}: what our engine adds to fio, µs"
             sides = {arm: {"target": target, "arm": arm} for arm in ARMS}
             yield _compared(title, chosen, sides, with_cpu=True)
+    if len(targets) > 1:
+        yield _alike(samples, targets)
     rounds = len(distinct(samples, "round"))
     yield (
         f"medians over {rounds} rounds of each round's p50, mean and P99; with fewer than 100 "
         "operations, P99 is the slowest. At 4 KiB ours reads 8 KiB: a header page and the payload."
     )
+
+
+def _alike(samples: Sequence[Sample], targets: Sequence[str]) -> Table:
+    """Return a table of what our engine adds on each of two targets, with a row per point."""
+    columns = [
+        Column("case", lambda point: f"{point.case}s of {size_name(point.payload_bytes)}"),
+        Column("jobs × depth", lambda point: f"{point.jobs} × {point.depth}"),
+    ]
+    for name in targets[:2]:
+        fio, ours = ({"target": name, "arm": arm} for arm in ARMS)
+
+        def fio_mean(point: Point, fio: _Side = fio) -> float | None:
+            return median_of(samples, "mean_us", point=point, **fio)
+
+        def more(point: Point, fio: _Side = fio, ours: _Side = ours) -> float | None:
+            return getattr(added(samples, fio, ours, point, "mean_us"), "us", None)
+
+        columns.append(Column(f"fio {_short(name)}", fio_mean, "{:,.0f}"))
+        columns.append(Column("ours adds", more, "{:+,.0f}"))
+    columns.append(Column("ours / expected", lambda one: as_expected(samples, one), "{:.3f}"))
+    title = f"what our engine adds on {' and '.join(map(_short, targets[:2]))}, mean µs"
+    expected = (
+        f"expected on {_short(targets[1])}: fio's, and what ours adds on {_short(targets[0])}"
+    )
+    return Table(title, columns, points_of(samples), caption=f"{expected}; {METHOD}")
 
 
 def _compared(
@@ -159,6 +206,8 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
             )
         yield f"{name}: {target.get('file_system', '?')} on {target.get('device', '?')}, {how}"
     settings = conditions.get("settings", {})
+    if guest := conditions.get("guest"):
+        yield f"machine: {guest}"
     yield (
         f"ours: {', '.join(conditions.get('engines', ()))}; "
         f"{versions_in(conditions).get('fio') or 'fio ?'}; "

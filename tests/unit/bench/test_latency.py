@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from vllm_nvmeof_bench.latency import Order, Place, Settings, drive, run
 from vllm_nvmeof_bench.pool import Job, Mover
-from vllm_nvmeof_bench.reports.latency import STAND_IN, Point, Sample, added, points_of
+from vllm_nvmeof_bench.reports.latency import STAND_IN, Point, Sample, added, as_expected, points_of
 from vllm_nvmeof_bench.results import BenchError, distinct
 
 from vllm_nvmeof_offload.units import KIB
@@ -114,6 +114,25 @@ def test_added_latency_is_computed_from_medians_and_the_first_arm() -> None:
     assert found is not None
     assert (found.us, found.per_cent) == (30.0, 30.0)
     assert added(samples, side("disk", "fio"), side("none", "fio"), point, "mean_us") is None
+
+
+def test_ours_is_as_expected_where_it_adds_the_same_on_both_targets() -> None:
+    rounds = [0.0, 1.0, 2.0, 3.0, 4.0]
+    samples = [
+        *made_up("disk", "fio", [100 + one for one in rounds]),
+        *made_up("disk", "ours", [150 + one for one in rounds]),
+        *made_up("fabric", "fio", [350 + one for one in rounds]),
+        *made_up("fabric", "ours", [400 + one for one in rounds]),
+    ]
+    point = Point("read", 4 * KIB, 1, 4)
+    same = as_expected(samples, point)
+    assert same is not None
+    assert (same.middle, same.n) == (pytest.approx(1.0), 5)
+    more = [*samples[:-10], *made_up("fabric", "ours", [440 + one for one in rounds])]
+    found = as_expected(more, point)
+    assert found is not None
+    assert found.interval is not None
+    assert 1.098 < found.interval[0] <= found.middle <= found.interval[1] <= 1.1
 
 
 def test_a_real_run_measures_every_arm_and_leaves_nothing(tmp_path: Path) -> None:
