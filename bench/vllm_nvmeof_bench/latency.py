@@ -295,11 +295,11 @@ def _our_arm(
     """
     directory.mkdir()
     slots, at_start = settings.slots(payload_bytes), (signal.SIGINT, signal.SIG_IGN)
+    context = get_context("forkserver")
+    context.set_forkserver_preload([__name__])
     jobs = [
         (
-            stack.enter_context(
-                ProcessPoolExecutor(1, get_context("spawn"), signal.signal, at_start)
-            ),
+            stack.enter_context(ProcessPoolExecutor(1, context, signal.signal, at_start)),
             (directory / f"job-{job}", payload_bytes, slots, settings.seed + job),
         )
         for job in range(max(settings.jobs))
