@@ -176,6 +176,12 @@ class Fabric:
     def enable_namespace(self, number: int, *, on: bool = True) -> None:
         _put(SUBSYSTEM / "namespaces" / str(number) / "enable", str(int(on)))
 
+    def replace_disk(self, number: int, device: Path) -> None:
+        """Let a namespace, which no initiator has, be another block device."""
+        self.enable_namespace(number, on=False)
+        _put(SUBSYSTEM / "namespaces" / str(number) / "device_path", str(device))
+        self.enable_namespace(number)
+
     def add_port(self, path: int) -> None:
         """Offer the subsystem on this path; the symlink is made in the target's network."""
         place = NVMET / "ports" / str(path) / "subsystems" / NQN

@@ -21,7 +21,7 @@ from .packages import RigUnavailableError
 #: Modules loaded at boot in this order, with their dependencies.
 MODULES = (
     *("virtio_pci", "virtio_rng", "9pnet_virtio", "9p", "overlay"),
-    *("crc32c_generic", "crc32c_intel", "xfs", "brd", "loop", "dm_mod", "dm_delay"),
+    *("crc32c_generic", "crc32c_intel", "xfs", "brd", "null_blk", "loop", "dm_mod", "dm_delay"),
     *("nvme_core", "nvme_fabrics", "nvme_tcp", "nvmet", "nvmet_tcp"),
     *("veth", "sch_tbf", "sch_netem"),
     *("nfsd", "nfsv4"),

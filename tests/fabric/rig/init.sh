@@ -19,6 +19,7 @@ ram_mib=$(sed -n 's/.*rig_ram_mib=\([0-9]*\).*/\1/p' /proc/cmdline)
 while read -r module; do
     options=
     [ "$module" = brd ] && options="rd_nr=2 rd_size=$((ram_mib * 1024)) max_part=0"
+    [ "$module" = null_blk ] && options="nr_devices=0"
     modprobe "$module" $options || fail "module $module"
 done </modules
 
