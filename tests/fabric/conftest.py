@@ -22,7 +22,7 @@ from .scenarios.peers import LIBRARIES
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build"
 REPORT = BUILD / "fabric-report.md"
-#: Time limit of a boot. A boot takes 200 s on two idle cores, and more than 600 s during two other
+#: Time limit of a boot. A boot takes 160 s on two idle cores, and more than 600 s during two other
 #: runs of all tests.
 BOOT_S_MAX = 1800.0
 #: Set this variable if a skip would hide that no scenario was tested.
