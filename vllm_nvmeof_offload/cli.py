@@ -257,7 +257,7 @@ def top(
         ),
     ] = None,
     interval: Annotated[
-        float, typer.Option(min=0.1, help="Seconds between two readings of a server.")
+        float, typer.Option(min=0.1, help="Seconds between readings of a server.")
     ] = 2.0,
     once: Annotated[
         bool,
@@ -295,11 +295,11 @@ def try_server(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Prove on a running server that a prompt is loaded from a tier when it returns.
+    """Prove on a running server that a repeated prompt is loaded from a tier.
 
-    Sends random words, empties the GPU's prefix cache, and sends the words again. Prints the time
-    to the first token, the sources of the tokens, and whether the answers agree. Without
-    VLLM_SERVER_DEV_MODE=1, other prompts replace the content of the GPU's cache.
+    Sends random words, empties the GPU's prefix cache, and sends the same words again. Prints the
+    time to the first token, where the tokens came from, and whether the answers agree. A server
+    without VLLM_SERVER_DEV_MODE=1 cannot empty its cache; other prompts then replace the content.
     """
     from vllm_nvmeof_offload.errors import OffloadError
 

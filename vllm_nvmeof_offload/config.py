@@ -333,8 +333,8 @@ class OffloadConfig(BaseModel):
         "name of new weights. Safe only if equal versions of a model mean equal weights in all "
         "training runs.")
     allow_unknown_vllm: bool = _flag(
-        True, "Serve an unknown vLLM release if every interface used exists and a self-test "
-        "passes; false: refuse the release.")
+        True, "Run with an unknown vLLM release if every interface that this package uses exists, "
+        "and a self-test passes; false: refuse to start.")
     replicas: int = _key(
         1, "engines", "vLLM's --data-parallel-size, or leave it out",
         "Number of data-parallel replicas that share staging_bytes and pool_bytes. The plugin sets "

@@ -129,10 +129,11 @@ COUNTERS = _table(
          "Chunks that a peer failed to deliver, by reason; this server then reads the chunk "
          "itself. io_error includes a peer that was lost or has not opened the pool yet."),
     _row("peer_events", "events", _one("event", "session_lost", "rest", "secret_refused"),
-         "Events between this server and peers. session_lost: the peer made an error, stopped "
-         "answering or was cut off. rest: a pause after the peer slowed eight loads in a row, "
-         "failed eight reads in a row, or was lost or stalled three times in 10 s. secret_refused: "
-         "a connection attempt, one every few seconds, with no or different share secrets."),
+         "Events between this server and peers. session_lost: the peer violated the protocol, "
+         "stopped answering or was disconnected. rest: this server paused a peer that slowed eight "
+         "loads in a row, failed eight reads in a row, or was lost or stalled three times in 10 s. "
+         "secret_refused: a connection attempt, repeated every few seconds, failed because a "
+         "share secret is missing or the two differ."),
     _row("peer_hints", "helpers", _one("helper", "known", "unknown", "malformed"),
          "Helpers that requests named in kv_transfer_params. known: listed in peers; unknown: not "
          "listed, so not used; malformed: hints that were ignored."),
@@ -194,7 +195,7 @@ COUNTERS = _table(
          "some rank lacks the chunk (incomplete)."),
     # -- cost
     _row("scheduler_seconds", "seconds", (),
-         "Time spent in the connector's scheduler side, including vLLM's part."),
+         "Time spent in the scheduler's side of the connector, vLLM's own code included."),
     _row("scheduler_steps", "steps", (),
          "Engine steps that computed tokens."),
     _row("step_seconds", "seconds", (),

@@ -418,7 +418,7 @@ class LevelReport(_Message):
     write_waiting: int = 0
     reads_in_flight: int = 0
     writes_in_flight: int = 0
-    #: The expected wait of a new read, by lane (targets, then peers); 0 if unknown.
+    #: The expected wait for a new read, by lane (targets, then peers); 0 if unknown.
     read_waits_s: tuple[float, ...] = ()
 
 

@@ -83,8 +83,8 @@ _TABLE = TypeAdapter(dict[str, list[Cell]])
 
 
 def best_of(cell: Cell) -> Backend:
-    """Return DMA unless another method is clearly faster: the hint by more than the spread, or the
-    kernel by a factor of `KERNEL_MARGIN` over the faster kind of DMA."""
+    """Return DMA unless another method is clearly faster: the hint must win by more than the
+    spread, and the kernel must beat the faster kind of DMA by a factor of `KERNEL_MARGIN`."""
     backend, took_us = Backend.DMA, cell.dma_us
     if cell.overlap_us is not None and cell.overlap_us * (1 + cell.spread) < took_us:
         backend, took_us = Backend.OVERLAP, cell.overlap_us

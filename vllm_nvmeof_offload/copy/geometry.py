@@ -69,7 +69,7 @@ class ChunkGeometry:
         return self._address
 
     def pieces(self, block_ids: npt.NDArray[np.int32], first_position: int) -> Descriptors:
-        """Return the pieces of consecutive blocks of one chunk, starting at `first_position` in it.
+        """Return the pieces of consecutive blocks of a chunk, from its block `first_position` on.
 
         `block_ids` is int32[n], n ≤ blocks_per_chunk - first_position. Returns uint64[n × tensors,
         3]: (KV cache address, offset in the payload, bytes).

@@ -242,9 +242,10 @@ def _last_run(hits: bytes, reach: int, reach_at_end: int) -> int:
 
 # The order of several KV cache groups' chunks.
 #
-# A boundary is useful only with the whole prefix before it and the windows and states that end
-# there. So chunks are evicted in the order of their last tokens, and at the same token a chunk of
-# full attention outlives the others: the last boundary's windows and states are evicted first.
+# A boundary is useful only if the whole prefix before it is present, and so are the windows and
+# states that end at it. Chunks are therefore evicted in the order of their last tokens. Of those
+# that end at the same token, full-attention chunks are evicted last, so the windows and states of
+# the last boundary go before its full-attention chunks.
 
 
 def prefix_order(

@@ -549,7 +549,9 @@ class ManagerCore:
             self._ledger.close(op)
         if report.crcs is not None and (unequal := self._tiers.take_unequal()):
             self.unequal_groups += unequal
-            self.reset(same_weights=True)  # also on disk, for later starts and other engines
+            self.reset(
+                same_weights=True
+            )  # also on disk, for other engines and for this one after a restart
 
     def _reported_whole(self, report: OpReports) -> None:
         """Apply a rank's reports on several ops, all of whose rows are OK and released."""

@@ -100,7 +100,7 @@ class Start:
             yield "the load was cut off, because computing would have been faster by then"
         if load.failed_tokens:
             chunks = ", ".join(f"{count} {kind}" for kind, count in load.failed_chunks.items())
-            lost = f"{load.failed_tokens:,} tokens did not arrive and were computed"
+            lost = f"{load.failed_tokens:,} tokens failed to load and were recomputed"
             yield f"{lost} (chunks: {chunks})"
         if load.saved_seconds is not None and load.saved_seconds < 0:
             yield f"computing would have been faster by {-load.saved_seconds:.3f} s"

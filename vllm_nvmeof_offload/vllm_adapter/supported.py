@@ -226,7 +226,7 @@ def refuse_parallel(parallel: Any) -> None:
     of ours, so we cannot act in such steps.
     """
     if parallel.enable_elastic_ep:
-        remedy = "this version supports a fixed number of replicas; leave it out"
+        remedy = "this package supports only a fixed number of replicas; remove the option"
         raise ConfigError("enable_elastic_ep", True, remedy)
 
 

@@ -651,7 +651,7 @@ def test_explain_prints_what_became_of_a_request_in_eighty_columns(rig: Rig) -> 
         assert "loaded 48 tokens: 48 from the CPU tier" in said
         assert "computed 68 tokens" in said, "52 that were not found, 16 that failed"
         assert "waited 1.500 s for the load; computing: about 3.200 s, so 1.700 s saved" in said
-        assert "16 tokens did not arrive and were computed (chunks: 1 checksum_mismatch)" in said
+        assert "16 tokens failed to load and were recomputed (chunks: 1 checksum_mismatch)" in said
         assert explain(http, "--last") == (0, text)
         code, text = explain(http, "--last", "--json")
         assert json.loads(text)[0]["starts"][0]["load"]["failed_tokens"] == 16

@@ -246,7 +246,7 @@ def _compute_seconds(deployment: Deployment) -> float:
 
 
 def _compute_figures(deployment: Deployment, back: Reload, compute_s: float) -> Iterator[Figure]:
-    """Yield the rate at which computing is as fast as loading, and a comparison at a given rate."""
+    """Yield the rate at which computing is as fast as loading; compare both at a given rate."""
     if not back.seconds:
         return
     row = functools.partial(_figure, "computing")
@@ -328,8 +328,9 @@ def ratio_range(deployment: Deployment) -> tuple[float, float]:
 def turns_per_s(
     links: int, link_bytes_per_s: float, read_bytes: float, prefill: int, compute_s: float
 ) -> float:
-    """Return the most turns per second that links and prefill nodes sustain. Each turn reads
-    `read_bytes` and computes for `compute_s`; if that is 0, computing sets no limit."""
+    """Return the maximum number of turns per second that the links and prefill nodes can sustain.
+    Each turn reads `read_bytes` and computes for `compute_s`; if `compute_s` is 0, computing is no
+    limit."""
     read = links * link_bytes_per_s / read_bytes
     return min(read, prefill / compute_s) if compute_s else read
 
@@ -344,7 +345,7 @@ def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figu
     least, most = ratio_range(deployment)
     formula = "s ÷ (g − s); g GPUs and s storage links of B in a node"
     yield row("least prefill per decode node", least, formula, "×")
-    formula = "min{(g − 2s) ÷ s, (g − s) ÷ 2s, (M ÷ (B × s) − 3) ÷ 2}; memory of M"
+    formula = "min{(g − 2s) ÷ s, (g − s) ÷ (2s), (M ÷ (B × s) − 3) ÷ 2}; M: memory"
     yield row("most prefill per decode node", most, formula, "×")
     yield row("prefill per decode node", prefill / decode, f"{prefill} ÷ {decode}", "×")
     if not read_bytes:

@@ -205,8 +205,9 @@ class IoQueue {
   // of the op that requests the files, which waits too, or null. Reads from an engine for which
   // this was never called also wait.
   void await_files(uint16_t owner, Task* asked);
-  // Record that the lanes have the engine's files or, with an errno as `error`, could not get them:
-  // reads then fail with ENOENT until `await_files`. Returns false if the files are not awaited.
+  // Record that the lanes have the engine's files or, if `error` is an errno, could not get them.
+  // After a failure, reads fail with ENOENT until `await_files` is called. Returns false if nothing
+  // awaits the files.
   bool attached(uint16_t owner, int error);
   void detach(uint16_t owner) { set_files(owner, Files::NONE, Outcome::IO_ERROR, ENOENT); }
   // Return how many reads of this engine's region on this target are in lanes.

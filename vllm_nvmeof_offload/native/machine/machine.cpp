@@ -839,7 +839,7 @@ void Machine::go_to_lane(Task& task) {
   streams_.wait(task);
 }
 
-// Queue the copy of a verified chunk that a peer has read into its cache slot.
+// Queue the copy, into its cache slot, of a verified chunk that a peer has read.
 void Machine::land(Task& task) {
   if (task.step != Step::ZOMBIE) task.step = Step::LAND;
   to_land_.push_back(&task);

@@ -102,7 +102,7 @@ class ForeignTable {
   const int fd_;  // a duplicate
 };
 
-// The engine's side, which writes only the version that it requests.
+// The engine's side. The requested version is the only field that the engine writes.
 class ForeignReader : public ForeignTable {
  public:
   explicit ForeignReader(int fd) : ForeignTable(fd, false) {}
