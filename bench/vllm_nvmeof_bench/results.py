@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmark samples: the JSON file that holds them, their medians, and goals for them.
 
-A file is `{"schema", "bench", "samples", "conditions"}`. It contains no verdict: its readers
-compute results from the samples. A sample is a frozen dataclass of numbers and strings; a *measure*
-is the name of one of its fields or properties.
+A file is `{"schema", "bench", "fields", "samples", "conditions"}`. A row of samples has the values
+of the fields; in older files, which have no fields, it is a dict. A file contains no verdict: its
+readers compute results from the samples. A sample is a frozen dataclass of numbers and strings; a
+*measure* is the name of one of its fields or properties.
 
 Percentiles are nearest-rank, so that each is a measured value.
 """
@@ -40,10 +41,12 @@ def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, A
     Raises:
         BenchError: the file cannot be written.
     """
-    rows = [{name: _short(value) for name, value in asdict(one).items()} for one in samples]
+    names = list(asdict(samples[0])) if samples else []
+    rows = [list(map(_short, asdict(one).values())) for one in samples]
     lines = ",\n".join(map(json.dumps, rows))
     rest = json.dumps({"conditions": conditions}, indent=1).removeprefix("{")
-    head = f'{{"schema": {SCHEMA}, "bench": {json.dumps(bench)}, "samples": ['
+    known = f'"bench": {json.dumps(bench)}, "fields": {json.dumps(names)}'
+    head = f'{{"schema": {SCHEMA}, {known}, "samples": ['
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"{head}\n{lines}],{rest}\n", encoding="utf-8")
@@ -67,11 +70,18 @@ def load(path: Path, bench: str, kind: type[Sample]) -> tuple[list[Sample], dict
         added = [one.name for one in known if one.default is not MISSING]
         samples = [
             kind(**{name: row[name] for name in (*needed, *(set(added) & row.keys()))})
-            for row in content["samples"]
+            for row in rows_in(content)
         ]
         return samples, dict(content["conditions"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise BenchError(f"{path}: not a results file of {bench}: {error!r}") from None
+
+
+def rows_in(content: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the samples of a file's content, each with its fields' names."""
+    if (names := content.get("fields")) is None:
+        return list(content["samples"])
+    return [dict(zip(names, row, strict=True)) for row in content["samples"]]
 
 
 def name_in(path: Path) -> str:

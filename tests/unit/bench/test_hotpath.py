@@ -22,7 +22,7 @@ from vllm_nvmeof_bench.reports.hotpath import (
     parts_of,
     total_us,
 )
-from vllm_nvmeof_bench.results import Goal, missed
+from vllm_nvmeof_bench.results import Goal, missed, rows_in
 
 from vllm_nvmeof_offload.cli import app
 
@@ -152,7 +152,7 @@ def test_a_small_run_measures_every_stage_of_both_sides(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, [*command, *files])
     assert done.exit_code == 0, done.output
     assert not (tmp_path / "disk").exists(), "the run cleans up"
-    rows = json.loads((tmp_path / "h.json").read_text())["samples"]
+    rows = rows_in(json.loads((tmp_path / "h.json").read_text()))
     assert all(
         isinstance(each["us_per_chunk"], float) for each in rows if each["stage"] != "memory"
     )

@@ -23,6 +23,7 @@ from vllm_nvmeof_bench.reports.moving import (
     ratio_of_ttft,
     tokens_per_s,
 )
+from vllm_nvmeof_bench.results import rows_in
 from vllm_nvmeof_bench.serve.fleet import server_spec
 from vllm_nvmeof_bench.serve.moving import Settings, server_of
 
@@ -133,7 +134,7 @@ def test_a_whole_run_on_servers_that_are_given(tmp_path: Path) -> None:
         sizes = ["--conversations", "2", "--turns", "3", *SHORT]
         done = CliRunner().invoke(app, ["bench", "serve", "moving", *urls, *files, *sizes])
     assert done.exit_code == 0, done.output
-    rows = json.loads(path.read_text())["samples"]
+    rows = rows_in(json.loads(path.read_text()))
     assert len(rows) == 3 * 2 * 3
     assert {row["server"] for row in rows if row["arm"] == PEER} == {"peer-0", "peer-1"}
     for row in rows:  # a made-up server has what it was asked before, and no other one's

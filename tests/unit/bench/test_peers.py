@@ -23,6 +23,7 @@ from vllm_nvmeof_bench.reports.peers import (
     Sample,
     goals,
 )
+from vllm_nvmeof_bench.results import rows_in
 
 from vllm_nvmeof_offload.cli import app
 
@@ -95,7 +96,7 @@ def test_a_small_run_loads_over_both_links(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["bench", "peers", *sizes, *rest, *files])
     assert done.exit_code in (0, 1), done.output
     assert not (tmp_path / "disk").exists(), "the run cleans up"
-    rows = json.loads((tmp_path / "p.json").read_text())["samples"]
+    rows = rows_in(json.loads((tmp_path / "p.json").read_text()))
     counts = Counter((one["stage"], one["arm"]) for one in rows)
     loads = dict.fromkeys([(LOAD, arm) for arm in (WITHOUT, ABSENT, BOTH, LANDING)], 2)
     assert counts == loads | {(IDLE, ABSENT): 1, (IDLE, BOTH): 1}

@@ -22,7 +22,7 @@ from vllm_nvmeof_bench.home import drop_logs
 from vllm_nvmeof_bench.report import Table
 from vllm_nvmeof_bench.reports import serve as report
 from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample, ratio_of_cpu
-from vllm_nvmeof_bench.results import BenchError, load
+from vllm_nvmeof_bench.results import BenchError, load, rows_in
 from vllm_nvmeof_bench.serve import fleet
 from vllm_nvmeof_bench.serve.fleet import (
     ARMS,
@@ -61,7 +61,8 @@ def bench(
     again = CliRunner().invoke(app, ["bench", "report", str(path)])
     assert again.output.splitlines()[-1] in result.output
     assert not (tmp_path / "disk").exists()
-    return result.output, json.loads(path.read_text())
+    content = json.loads(path.read_text())
+    return result.output, content | {"samples": rows_in(content)}
 
 
 def test_ttft_from_beginning_to_end(tmp_path: Path) -> None:
