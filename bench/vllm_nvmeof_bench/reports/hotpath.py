@@ -306,7 +306,6 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table]:
     shown = [row for row in rows if row[0] != "start"]
     yield Table(title, columns, shown, grouped=True)
     yield _sums(samples, sizes)
-    yield _start(samples, [stage for case, stage in rows if case == "start"])
 
 
 def _sums(samples: Samples, sizes: Sequence[int]) -> Table:
@@ -331,24 +330,6 @@ def _sums(samples: Samples, sizes: Sequence[int]) -> Table:
         *_by_size(sizes, sum_of),
     ]
     return Table("ms per op, look-ups included", columns, rows, grouped=True)
-
-
-def _start(samples: Samples, stages: Sequence[str]) -> Table:
-    def seconds(stage: str, side: str) -> float | None:
-        chosen = select(samples, case="start", stage=stage, side=side)
-        return results.median(
-            one.us_per_chunk * one.chunks / 1e6 for one in chosen if one.us_per_chunk
-        )
-
-    def memory(stage: str, side: str) -> float | None:
-        return results.median_of(samples, "bytes_per_chunk", case="start", stage=stage, side=side)
-
-    columns = [Column("start", lambda stage: CASES["start"][stage].words)]
-    columns += [Column(f"{side}, s", partial(seconds, side=side), "{:.3f}") for side in SIDES]
-    columns += [
-        Column(f"{side}, bytes per chunk", partial(memory, side=side), "{:,.0f}") for side in SIDES
-    ]
-    return Table(_TITLES["start"].capitalize(), columns, stages)
 
 
 REPORTS = (
