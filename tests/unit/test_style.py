@@ -42,10 +42,10 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 183
-PRODUCT_LINES_MAX = 46_240
-BENCH_FILES_MAX = 61
-BENCH_LINES_MAX = 16_690
+PRODUCT_FILES_MAX = 177
+PRODUCT_LINES_MAX = 46_540
+BENCH_FILES_MAX = 56
+BENCH_LINES_MAX = 14_480
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 
