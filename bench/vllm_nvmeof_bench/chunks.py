@@ -62,15 +62,14 @@ from vllm.v1.request import Request
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.home import OnProgress, home_in, progress, unheard
+from vllm_nvmeof_bench.pool import InstantCopy
 from vllm_nvmeof_bench.reports.hotpath import CASES, ONE, OURS, SIDES, VLLM, Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded
 from vllm_nvmeof_offload.config import TUNING
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
-from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
-from vllm_nvmeof_offload.io.base import Completion, IoOp, Lanes, Room, Waker
+from vllm_nvmeof_offload.io.base import Completion, Lanes, NoIoEngine, Waker
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL, CoreConfig
 from vllm_nvmeof_offload.manager.hold_and_prefetch import LOOKS_MAX
 from vllm_nvmeof_offload.manager.look_up import Answer, Question, Queue
@@ -499,83 +498,16 @@ _DONE_S_MAX = 120.0
 _POLL_S = 0.0005
 
 
-class InstantCopy:
-    """A copy engine whose copies complete as soon as they are submitted."""
-
-    makes_checksums = False
-
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self.asleep = False
-        self._wake = wake
-        self._tickets = 0
-        self._done: list[tuple[int, Outcome]] = []
-
-    def record_fence(self) -> object:
-        return None
-
-    def has_passed(self, fence: object) -> bool:
-        return True
-
-    def submit(
-        self,
-        direction: Direction,
-        pieces: Descriptors,
-        fence: object,
-        payloads: Payloads | None = None,
-    ) -> int:
-        self._tickets += 1
-        self._done.append((self._tickets, OK))
-        if len(self._done) == 1:  # real engines wake the thread from their own threads
-            self._wake()
-        return self._tickets
-
-    def poll(self) -> list[tuple[int, Outcome]]:
-        done, self._done = self._done, []
-        return done
-
-    def close(self) -> None:
-        return
-
-
-class InstantIo:
+class InstantIo(NoIoEngine):
     """An I/O engine of native lanes whose operations complete as soon as they are submitted."""
 
-    name = "instant"
     stamp = Stamp(1, bytes(TAG_BYTES))
 
-    def __init__(self) -> None:
-        self._waker = Waker()
-        self._lanes = InstantLanes(self._waker.fd)
-
     def attach(self) -> Lanes:
-        return self._lanes
-
-    def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
-        raise AssertionError("there are no resets")
-
-    def save_sessions(self, content: bytes) -> None:
-        raise AssertionError("nothing is retained")
-
-    def room(self) -> Room:
-        return Room(0, 0)
-
-    def submit(self, ops: Sequence[IoOp]) -> None:
-        raise AssertionError("reads and writes go to the lanes, and there are no resets")
-
-    def cancel(self, tokens: Sequence[int]) -> list[int]:
-        return []
-
-    def replace_target(self, target: int) -> None:
-        return
+        return InstantLanes(self._waker.fd)
 
     def poll(self) -> list[Completion]:
-        return []
-
-    def fileno(self) -> int:
-        return self._waker.fd
-
-    def close(self, timeout_s: float = 5.0) -> bool:
-        return True
+        return []  # there are no resets
 
 
 class Worker:

@@ -546,7 +546,7 @@ class PipelineMover(EngineMover):
         tuning = Tuning.from_env(os.environ)
         by_threads = "threads" in self.name
         at_work = tuning.io_threads if by_threads else tuning.io_depth
-        self._copy = _NoCopy()
+        self._copy = InstantCopy()
         self._pipeline = TransferPipeline(
             ground.staging.map,
             self._copy,
@@ -651,14 +651,19 @@ def _pieces(blocks: Sequence[int]) -> Pieces:
     return Pieces(np.zeros((count, 3), np.uint64), np.arange(count + 1, dtype=np.uint32))
 
 
-class _NoCopy:
-    """A copy engine whose copies complete at once, because there is nothing to copy."""
+class InstantCopy:
+    """A copy engine whose copies complete as soon as they are submitted.
+
+    `wake` is called for each batch of copies: real engines wake the pipeline's thread from their
+    own threads.
+    """
 
     asleep = False
     makes_checksums = False
 
-    def __init__(self) -> None:
+    def __init__(self, wake: Callable[[], None] = lambda: None) -> None:
         self.ended: list[tuple[int, Outcome]] = []
+        self._wake = wake
         self._tickets = itertools.count()
 
     def record_fence(self) -> object:
@@ -669,6 +674,8 @@ class _NoCopy:
 
     def submit(self, *_: object) -> int:
         self.ended.append((next(self._tickets), OK))
+        if len(self.ended) == 1:
+            self._wake()
         return self.ended[-1][0]
 
     def poll(self) -> list[tuple[int, Outcome]]:

@@ -66,14 +66,11 @@ _OTHERS = 2
 
 @dataclass
 class Phase:
-    """The crowd's results in one state of D. medians_s: the median TTFT each time it returned.
-
-    pulled_bytes: bytes that D read for P. read_bytes: bytes that P read itself.
-    """
+    """The crowd's results in one state of D. pulled_bytes: bytes that D read for P. read_bytes:
+    bytes that P read itself."""
 
     name: str
     ttft_s: list[float] = field(default_factory=list)
-    medians_s: list[float] = field(default_factory=list)
     failed: int = 0
     different: int = 0
     pulled_bytes: float = 0.0
@@ -206,10 +203,8 @@ class Crowd:
 def _count(phase: Phase, answers: Sequence[Answer]) -> list[Answer]:
     """Add a crowd's results to `phase`; return the complete answers."""
     whole = [answer for answer in answers if answer.failure is None]
-    times = [answer.ttft_s for answer in whole]
     phase.failed += len(answers) - len(whole)
-    phase.ttft_s += times
-    phase.medians_s += [statistics.median(times)] if times else []
+    phase.ttft_s += [answer.ttft_s for answer in whole]
     return whole
 
 

@@ -11,14 +11,9 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import time
-from multiprocessing.context import BaseContext
 
 from vllm.distributed.device_communicators import shm_broadcast
 from vllm.utils import system_utils
-
-
-def _forked() -> BaseContext:
-    return multiprocessing.get_context("fork")
 
 
 def fork_engines() -> None:
@@ -26,7 +21,7 @@ def fork_engines() -> None:
 
     Forking is safe only if there are no math threads: OMP_NUM_THREADS must be 1.
     """
-    system_utils.get_mp_context = _forked
+    system_utils.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
     # Engine and worker poll for messages, and sleep only after a second without any. With two
     # servers on two cores, this polling takes half of the other server's computing time.
     shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0002)

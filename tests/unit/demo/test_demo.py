@@ -302,11 +302,11 @@ def test_a_pool_directory_that_cannot_be_made_is_named(
 def outcome(both_s: float = 0.5, failed: int = 0, different: int = 0) -> dual.Outcome:
     """One path takes a second; the last phase, D's starts, has failures or other tokens."""
     phases = [
-        dual.Phase("computed", [2.0], [2.0]),
-        dual.Phase("one path", [1.0, 1.0, 9.0], [1.0], read_bytes=100.0),
-        dual.Phase("both paths", [both_s] * 3, [both_s], pulled_bytes=40.0, read_bytes=60.0),
-        dual.Phase("D is killed", [], [], failed=0),
-        dual.Phase("D starts", [1.0], [1.0], failed, different),
+        dual.Phase("computed", [2.0]),
+        dual.Phase("one path", [1.0, 1.0, 9.0], read_bytes=100.0),
+        dual.Phase("both paths", [both_s] * 3, pulled_bytes=40.0, read_bytes=60.0),
+        dual.Phase("D is killed", [], failed=0),
+        dual.Phase("D starts", [1.0], failed, different),
     ]
     return dual.Outcome(phases, kills=2, kills_serving=1, kill_gaps_s=[5.04])
 
