@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench latency` in the guest: a local disk, and an equal one on the fabric of the same kernel.
 
-`python -m tests.fabric.latency TRANSPORT RESULT.json` boots a guest whose clock counts
+`python -m tests.fabric.latency TRANSPORT RESULT.json [SIZE]` boots a guest whose clock counts
 instructions, so that neither other work on this machine nor the emulator's speed is measured. The
-disks are in memory and answer by a timer. Target and initiator share the one processor.
+disks are in memory and answer by a timer. Target and initiator share the one processor. SIZE is
+4KiB or 512KiB; without it, both are measured.
 """
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
 import sys
@@ -19,7 +21,7 @@ from vllm_nvmeof_bench.results import dump
 
 from tests.fabric.nvmet import Fabric, Timeouts, run, take_into_memory
 from tests.fabric.rig.guest import Guest, GuestFailedError
-from vllm_nvmeof_offload.units import KIB, MIB
+from vllm_nvmeof_offload.units import KIB, MIB, parse_bytes
 
 ROOT = Path(__file__).parents[2]
 BOOT_S_MAX = 3600.0
@@ -38,11 +40,12 @@ GUEST = (
 
 def main() -> int:
     """Boot the guest, and copy its results; the exit status is the guest's."""
-    transport, result = sys.argv[1], Path(sys.argv[2])
+    transport, result, *sizes = sys.argv[1], Path(sys.argv[2]), *sys.argv[3:4]
     job = ROOT / "build" / "fabric" / f"latency-{transport}"
     script = (
         f"cd {shlex.quote(str(ROOT))} && export OPENBLAS_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=1 "
-        f"&& exec {shlex.quote(sys.executable)} -m tests.fabric.latency {transport}\n"
+        f"&& PAYLOAD={shlex.join(sizes)} exec {shlex.quote(sys.executable)} "
+        f"-m tests.fabric.latency {transport}\n"
     )
     try:
         guest = Guest.prepare(memory_mib=MEMORY_MIB)
@@ -60,6 +63,11 @@ class Settings(latency.Settings):
     """slots_max: of a pool, each of which is written one by one."""
 
     slots_max: int = 256
+
+    @property
+    def payloads(self) -> tuple[int, ...]:
+        one = os.environ.get("PAYLOAD")
+        return (parse_bytes(one),) if one else super().payloads
 
     def slots(self, payload_bytes: int) -> int:
         return min(self.slots_max, super().slots(payload_bytes))
