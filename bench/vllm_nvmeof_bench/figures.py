@@ -32,7 +32,8 @@ from vllm_nvmeof_bench.report import (
     plain,
     versions_in,
 )
-from vllm_nvmeof_bench.reports.serve import ratio_of_ttft
+from vllm_nvmeof_bench.reports.replay import ratio as ratio_of_replay
+from vllm_nvmeof_bench.reports.serve import ratio_of_hits, ratio_of_ttft, ratio_of_turns
 from vllm_nvmeof_bench.results import BenchError, distinct, name_in
 
 BLOCK = re.compile(r"(<!-- figures: (.*?)\s*-->\n).*?(<!-- end -->)", re.DOTALL)
@@ -125,6 +126,7 @@ def _source(path: Path) -> str:
         f"vLLM {vllm}" if vllm else "",
         f"{conditions['date']}, {conditions['revision']}",
         f"{rounds} round{'s' * (rounds > 1)}" if rounds else "",
+        "the last one cut off" if conditions.get("cut_off") else "",
     ]
     return textwrap.fill(f"`{path.name}`: {'; '.join(filter(None, words))}.", _COLUMNS)
 
@@ -159,9 +161,20 @@ _SUMMARY: tuple[tuple[str, str, str, str, Callable[[Any], list[float]], bool], .
         for tier, arm in (("CPU tier", "full"), ("pool", "pool"))
     ),
     *(
-        ("ttft.json", f"TTFT of {length:,} tokens", tier, _TIERING,
-         partial(ratio_of_ttft, arm=arm, length=length, other=other), True)
-        for length in (1024, 4096)
+        ("ttft.json", "TTFT of 4,096 tokens", tier, _TIERING,
+         partial(ratio_of_ttft, arm=arm, length=4096, other=other), True)
         for tier, arm, other in (("CPU tier", "full", "peer_full"), ("pool", "pool", "peer"))
     ),
+    ("restart.json", "after a restart: TTFT of 4,096 tokens", "computing", "pool",
+     partial(ratio_of_ttft, arm="pool", length=4096), False),
+    ("restart.json", "after a restart: TTFT of 4,096 tokens", "pool", _TIERING,
+     partial(ratio_of_ttft, arm="pool", length=4096, other="peer"), True),
+    ("turns.json", "16 conversations: tokens/s", "pool", _TIERING,
+     partial(ratio_of_turns, arm="pool", other="peer", concurrency=16), False),
+    ("replay.json", "agentic sessions: TTFT P95", "pool", "no pool",
+     partial(ratio_of_replay, name="ttft_p95_s", arm="pool", other="third"), True),
+    ("replay.json", "agentic sessions: TTFT P95", "pool", _TIERING,
+     partial(ratio_of_replay, name="ttft_p95_s", arm="pool", other="peer"), True),
+    ("beyond.json", "four prompts beyond the CPU tier: tokens/s", "pool", _TIERING,
+     partial(ratio_of_hits, arm="pool", other="peer", rate=100), False),
 )  # fmt: skip
