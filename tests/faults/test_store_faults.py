@@ -97,7 +97,10 @@ def verify_without(*checks: str, place: tuple[str, ...] = ()) -> object:
 
 
 class Equal:
-    """To everything."""
+    """To everything, for example to the place of a slot of this number."""
+
+    def __init__(self, slot: int = 0) -> None:
+        self.slot = slot
 
     def __eq__(self, other: object) -> bool:
         return True
@@ -136,7 +139,8 @@ def no_headers(fd: int, indices: np.ndarray, slot_bytes: int) -> Iterator[object
 
 def headers_of_any_place(fd: int, indices: np.ndarray, slot_bytes: int) -> Iterator[object]:
     for batch, headers in SCAN_HEADERS(fd, indices, slot_bytes):
-        yield batch, [header and replace(header, place=Equal()) for header in headers]  # type: ignore[arg-type]
+        every = zip(batch, headers, strict=True)
+        yield batch, [one and replace(one, place=Equal(index)) for index, one in every]  # type: ignore[arg-type]
 
 
 SCAN_HEADERS = recovery.scan_headers

@@ -368,7 +368,7 @@ def test_an_owner_that_lives_is_not_taken_over(tmp_path: Path) -> None:
         (directory / "lock").unlink()  # another host's kernel has no lock on it
         with opened(tmp_path, replace(BEATING, name="b")) as second:
             assert second.engine_index == 1
-        with pytest.raises(Exception, match="a live process"):
+        with pytest.raises(Exception, match="which is still running"):
             Pool.open(make_spec(tmp_path, leasing=BEATING, engine_index=0))
         assert page_in(directory).owner != NOBODY
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from typer.testing import CliRunner
-from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.results import BenchError, rows_in
 from vllm_nvmeof_bench.traces import read_trace
 
 from examples.dual_path import choose_decode, choose_helpers, choose_prefill
@@ -465,9 +465,9 @@ def test_equal_seeds_give_equal_files(tmp_path: Path, monkeypatch: pytest.Monkey
         measure.dump(path, "cluster", *run(settings))
         texts.append(path.read_bytes())
     assert texts[0] == texts[1]
-    found = json.loads(texts[0])
-    assert {row["part"] for row in found["samples"]} == set(settings.parts)
-    assert {row["seed"] for row in found["samples"] if row["part"] == "offline"} == {1, 2}
+    rows = rows_in(json.loads(texts[0]))
+    assert {row["part"] for row in rows} == set(settings.parts)
+    assert {row["seed"] for row in rows if row["part"] == "offline"} == {1, 2}
 
 
 @pytest.mark.parametrize("times", [0.7, 1.0, 4.0])
