@@ -36,7 +36,9 @@ class Vandal:
         name = "remove" if self._rng.random() < 0.03 else name
         files = [path for path in self._pool.rglob("*") if path.is_file() and path.stat().st_size]
         slabs = [path for path in files if path.name == "slab"]
-        path = self._rng.choice(slabs if name == "exchange" and slabs else files)
+        if name == "exchange" and not slabs:  # all were removed, and no server has started since
+            name = "flip"
+        path = self._rng.choice(slabs if name == "exchange" else files)
         getattr(self, f"_{name}")(path)
         self.acts[f"{name} {path.name}"] += 1
 
