@@ -142,7 +142,7 @@ def test_a_real_run_measures_every_arm_and_leaves_nothing(tmp_path: Path) -> Non
         depths=(2,),
         slot_bytes=4 * KIB,
         rounds=1,
-        run_s=0.05,
+        run_s=0.5,  # 0.05 s were too short beside other work
         job_bytes=1 << 20,
     )
     kept: list[tuple[list[Sample], dict[str, object]]] = []
