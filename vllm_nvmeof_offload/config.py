@@ -45,6 +45,7 @@ from vllm_nvmeof_offload.limits import (
     space_bytes,
 )
 from vllm_nvmeof_offload.mounts import mount_of, read_mounts
+from vllm_nvmeof_offload.protocol import AHEAD_CACHE_SHARE
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, parse_bytes
 
 ENV_PREFIX = "VLLM_NVMEOF_"
@@ -56,7 +57,6 @@ EXPERIMENT = "VLLM_NVMEOF_EXPERIMENT"
 _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
 POOL_BYTES_DEFAULT_MAX_LAYER = GIB
-_AHEAD_CACHE_SHARE = 0.5
 #: Two, so that one slot can be read into while the other is copied from.
 _STREAM_SLOTS_MIN = 2
 #: The most reads that a peer may have in progress.
@@ -238,7 +238,7 @@ class OffloadConfig(BaseModel):
         "Smallest chunk size on one rank, from 4 KiB to 1 GiB; a chunk has at most 256 tokens. "
         "Overridden by blocks_per_chunk and block_size.", ge=PAGE_BYTES, le=GIB)
     ahead_cache_share: float = _key(
-        _AHEAD_CACHE_SHARE, "share", "a number from 0 to 1",
+        AHEAD_CACHE_SHARE, "share", "a number from 0 to 1",
         "Share of the cache slots, from 0 to 1, that one load may fill from the pool. Chunks held "
         "or fetched ahead get half of the share for preempted requests and half for queued ones. "
         "0: loads leave nothing in the CPU tier, and nothing is fetched ahead.",
@@ -830,12 +830,6 @@ def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
 
 
 # -- resolved sizes -----------------------------------------------------------------------
-
-
-def ahead_shares(share: float = _AHEAD_CACHE_SHARE) -> tuple[float, float, float]:
-    """Return the shares of the cache slots that one load, preempted requests and queued requests
-    may fill. `share` is the value of the key `ahead_cache_share`."""
-    return share, share / 2, share / 2
 
 
 def set_replicas(extra: MutableMapping[str, Any], count: int) -> None:

@@ -78,6 +78,8 @@ OURS = 0
 #: Peers do not help with loads of fewer chunks, because the help would seldom save more time than a
 #: peer needs to answer.
 PEER_CHUNKS_MIN = 4
+#: The default of the key `ahead_cache_share`.
+AHEAD_CACHE_SHARE = 0.5
 #: The number of rows of the CPU tier that the column `cache` can represent.
 CACHE_ROWS_MAX = 1 << 24
 

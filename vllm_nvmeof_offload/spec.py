@@ -22,10 +22,10 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.config import TUNING, Replica, ahead_shares, parse_config
+from vllm_nvmeof_offload.config import TUNING, Replica, parse_config
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.eviction import choose_policy, credit_share
-from vllm_nvmeof_offload.manager.handshake import WritePolicy
+from vllm_nvmeof_offload.manager.handshake import WritePolicy, ahead_shares
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, METRICS
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment

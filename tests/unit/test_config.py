@@ -20,7 +20,6 @@ from vllm_nvmeof_offload.config import (
     EXPERIMENT,
     OffloadConfig,
     Tuning,
-    ahead_shares,
     check_fits,
     check_memory,
     check_targets,
@@ -34,7 +33,6 @@ from vllm_nvmeof_offload.config import (
     share_secret,
 )
 from vllm_nvmeof_offload.errors import CombinedConfigError, ConfigError
-from vllm_nvmeof_offload.manager.handshake import CoreConfig
 from vllm_nvmeof_offload.units import GIB, KIB, MIB
 
 
@@ -474,12 +472,6 @@ def test_staging_beyond_physical_memory_is_refused_under_the_key_that_set_it() -
 )
 def test_blocks_in_a_chunk(extra: dict[str, Any], blocks: int) -> None:
     assert chunk_blocks(parse(extra), block_bytes=64 * KIB, block_tokens=16) == blocks
-
-
-def test_the_core_divides_ahead_cache_share_like_the_key() -> None:
-    core = CoreConfig()
-    shares = core.land_cache_share, core.reload_cache_share, core.prefetch_cache_share
-    assert shares == ahead_shares() == ahead_shares(parse({}).ahead_cache_share)
 
 
 def test_every_key_is_described_and_ours_have_a_variable() -> None:

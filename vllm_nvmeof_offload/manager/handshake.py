@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.groups import SET_SIZE_MAX, Group, GroupKind, group_ids_of, leading
 from vllm_nvmeof_offload.protocol import (
+    AHEAD_CACHE_SHARE,
     CACHE_ROWS_MAX,
     EVERY_MEMBER,
     AdoptedEntries,
@@ -30,6 +31,14 @@ CREDITED = "credited_lru"
 #: The credit for each reuse of a chunk, in uses, as a multiple of the tier's slots. A request
 #: touches each of its chunks about three times.
 CREDIT_SHARE = 2.0
+
+
+def ahead_shares(share: float) -> tuple[float, float, float]:
+    """Return the shares for one load, preempted requests and queued ones (`ahead_cache_share`)."""
+    return share, share / 2, share / 2
+
+
+_LAND, _RELOAD, _PREFETCH = ahead_shares(AHEAD_CACHE_SHARE)
 
 
 class WritePolicy(enum.Enum):
@@ -65,10 +74,9 @@ class CoreConfig:
     credit_share: float = CREDIT_SHARE
     write_policy: WritePolicy = WritePolicy.THROUGH
     weights_never_change: bool = False
-    #: `config.ahead_shares` of the default. The core cannot import it (docs/protocol.md, rule 11).
-    land_cache_share: float = 0.5
-    reload_cache_share: float = 0.25
-    prefetch_cache_share: float = 0.25
+    land_cache_share: float = _LAND
+    reload_cache_share: float = _RELOAD
+    prefetch_cache_share: float = _PREFETCH
     retain_share: float = 0.25
     admission: bool = True
     writes_pending_share: float = 0.5
