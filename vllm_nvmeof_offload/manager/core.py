@@ -386,8 +386,7 @@ class ManagerCore:
         sessions["until"] = np.clip(until, 0, np.iinfo(np.uint32).max)  # the clock may be unset
         content = SavedSessions(sessions, np.frombuffer(generations, np.uint64)).encode()
         self._is_unsaved = False
-        took_s = self._clock() - now_s
-        self._save_s = now_s + max(_SAVES_PERIOD_S, took_s / _SAVES_SHARE)
+        self._save_s = now_s + max(_SAVES_PERIOD_S, (self._clock() - now_s) / _SAVES_SHARE)
         return [SessionsCommand(content)]
 
     def _restore_sessions(self, saved: SavedSessions, entries: AdoptedEntries) -> None:
@@ -401,8 +400,7 @@ class ManagerCore:
         for session, client, until, chunks, priority in saved.sessions.tolist():
             of, end = rows[end : end + chunks].tolist(), end + chunks
             keys = [every[row * size : (row + 1) * size] for row in of if row >= 0]
-            # The clock may have been set back.
-            left_s = min(until - wall, RETAIN_S_MAX)
+            left_s = min(until - wall, RETAIN_S_MAX)  # the clock may have been set back
             if keys and left_s > 0:
                 self._tiers.retain(keys, session, client, now + left_s, priority)
 
@@ -549,9 +547,7 @@ class ManagerCore:
             self._ledger.close(op)
         if report.crcs is not None and (unequal := self._tiers.take_unequal()):
             self.unequal_groups += unequal
-            self.reset(
-                same_weights=True
-            )  # also on disk, for other engines and for this one after a restart
+            self.reset(same_weights=True)  # on disk too, for other engines and after a restart
 
     def _reported_whole(self, report: OpReports) -> None:
         """Apply a rank's reports on several ops, all of whose rows are OK and released."""
@@ -625,7 +621,9 @@ class ManagerCore:
         step."""
         if self._unsent or self._tiers.fetches_intended:
             return True
-        if count_writes and (self._tiers.writes_intended or self._is_unsaved):
+        # Sessions that are due later wait too, or an idle engine would step for nothing.
+        saves_soon = self._is_unsaved and self._save_s - self._clock() <= _SAVES_PERIOD_S
+        if count_writes and (self._tiers.writes_intended or saves_soon):
             return True
         oldest_s = self._clock() - self.config.report_deadline_s
         return any(

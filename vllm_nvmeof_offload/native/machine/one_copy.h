@@ -35,8 +35,8 @@ namespace nvmeof {
 
 enum class FillState : uint8_t { EMPTY, FILLING, HELD, FAILED };
 
-// A row of a load that all members receive. Its chunk's generation tells it apart from the rows of
-// other servers.
+// A row of a load that all members receive. The generation of its chunk distinguishes it from the
+// rows of other servers.
 struct RowOf {
   uint64_t op = 0;
   uint32_t row = 0;
