@@ -69,7 +69,7 @@ _CLAIMS = ("lease", "lock")
 _THREADS_MAX = 8
 _BUFFER_BYTES_MAX = 256 * MIB
 _WRITE_BYTES = 4 * MIB
-#: Headers are read by so many threads, and handed to them in batches.
+#: The number of threads that read headers, and of headers handed to them at a time.
 _READ_THREADS, _BATCH = 16, 1024
 
 

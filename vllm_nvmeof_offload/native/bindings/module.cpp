@@ -318,7 +318,7 @@ void bind_cuda(nb::module_& m) {
             return cuda.record(handle(event), handle(stream));
           },
           nb::call_guard<nb::gil_scoped_release>())
-      // A query never blocks, so it keeps the GIL. Another thread could take it for 0.5 ms.
+      // A query never blocks, so it keeps the GIL, or another thread could take it for 0.5 ms.
       .def("query",
            [](const CudaFunctions& cuda, uintptr_t event) { return cuda.query(handle(event)); });
 }
