@@ -7,7 +7,8 @@ after the GPU's prefix cache was emptied. Each round has its own prompt of each 
 returning prompt has already been evicted from a CPU tier that holds a third of all prompts. With
 `restart`, the servers are stopped and started again between both phases.
 
-hits: every arm first receives the prompts that return later and completes its writes. A measurement
+hits: every arm first receives the prompts that return later and completes its writes. While a CPU
+tier finds no room for some of their chunks, every arm receives them again. A measurement
 empties the GPU's prefix cache and sends `count` prompts at once. At a hit rate of 50 %, half of the
 prompts were sent before; the others are new to every server. With `drive`, two more arms show how
 long the bytes of the returning prompts take at least: `drive` reads as many from the disk, past the
@@ -42,7 +43,7 @@ import numpy as np
 from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.fleet import Run, ServerSettings, Sizes, arms_option, command
-from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Tokens
+from vllm_nvmeof_bench.servers.client import UNSTORED, Answer, Client, Hits, Tokens
 from vllm_nvmeof_bench.servers.server import on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option
 from vllm_nvmeof_offload.units import MIB
@@ -143,6 +144,8 @@ async def _ask(client: Client, prompt: list[int]) -> tuple[Answer, Hits]:
 
 
 _Batch = list[tuple[str, list[int]]]  # (name, prompt)
+#: The most times that each server receives the prompts that return later.
+_STORES_MAX = 16
 
 
 @dataclass(frozen=True)
@@ -179,14 +182,7 @@ class HitSettings(ServerSettings):
         """Run; raise BenchError or ClientError if a server does not answer, complete its writes,
         or empty its prefix cache."""
         fleet = run.fleet
-        first: dict[str, Answer] = {}
-        stored = prompts_of(self, run.tokens, 100, 0)
-        for arm, client in fleet.clients.items():
-            run.on_progress(0, 0, f"storing the returning prompts · {arm}")
-            replies = fleet.run(self._send(client, stored))
-            for (name, _), reply in zip(stored, replies, strict=True):
-                first.setdefault(name, reply)
-            fleet.run(client.settle())
+        first = self._store(run)
         emptied = run.conditions["gpu_cache_emptied"] = {}
         for number, rate, arm, client in _interleaved(run, self, self.rates, "%"):
             emptied[arm] = fleet.run(client.forget_gpu())
@@ -201,6 +197,28 @@ class HitSettings(ServerSettings):
         if self.drive:
             run.conditions["arms"] |= {arm: {"says": text} for arm, text in _LIMITS.items()}
             run.samples.extend(self._limits())
+
+    def _store(self, run: Run) -> dict[str, Answer]:
+        """Send every server the prompts that return later, and return the first answers, by name.
+
+        A step may compute more KV than a CPU tier holds, which then refuses the rest. A returning
+        prompt is found in GPU memory, and its refused chunks are stored. All servers receive the
+        prompts equally often.
+        """
+        fleet, stored = run.fleet, prompts_of(self, run.tokens, 100, 0)
+        first: dict[str, Answer] = {}
+        refused = dict.fromkeys(fleet.clients, 0.0)
+        for _ in range(_STORES_MAX):
+            before = refused.copy()
+            for arm, client in fleet.clients.items():
+                run.on_progress(0, 0, f"storing the returning prompts · {arm}")
+                replies = fleet.run(self._send(client, stored))
+                for (name, _), reply in zip(stored, replies, strict=True):
+                    first.setdefault(name, reply)
+                refused[arm] = fleet.run(client.settle()).value(UNSTORED, reason="no_room")
+            if refused == before:
+                break
+        return first
 
     def _limits(self) -> Iterator[HitSample]:
         """Yield how long the bytes of all returning prompts take at least, once per round."""

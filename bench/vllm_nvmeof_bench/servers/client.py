@@ -37,6 +37,8 @@ _FORGET_TRIES_MAX = 600
 _FAILURE_MAX = 300
 _OURS = "vllm:nvmeof_loaded_tokens_total"
 _THEIRS = ("vllm:prompt_tokens_cached_by_source_total", ("host", "disk"))
+#: The counter of chunks that our servers did not store, by reason.
+UNSTORED = "vllm:nvmeof_unstored_chunks_total"
 #: Gauges of work that continues after the last answer: those of ours, and of vLLM's tiering.
 _BUSY = (
     "vllm:nvmeof_writes_pending",
@@ -340,8 +342,8 @@ class Client:
         except httpx.HTTPError:
             return Metrics("")
 
-    async def settle(self) -> None:
-        """Wait until no writes are pending, as far as the server reports this.
+    async def settle(self) -> Metrics:
+        """Wait until no writes are pending, as far as the server reports this. Return all counters.
 
         Raises:
             ClientError: the server is still busy after `_SETTLE_S_MAX`.
@@ -350,7 +352,7 @@ class Client:
         while time.monotonic() < end_s:
             found = await self.counted()
             if not any(found.value(name) for name in _BUSY):
-                return
+                return found
             await asyncio.sleep(_PAUSE_S)
         raise ClientError(f"{self._http.base_url} is still writing after {_SETTLE_S_MAX:.0f} s")
 

@@ -109,6 +109,31 @@ def test_hits_from_beginning_to_end(tmp_path: Path) -> None:
     assert "Tokens/s of 4 prompts at once" in " ".join(text.split())
 
 
+class _FullAtFirst(MadeUpServer):
+    """Its CPU tier has no room for the first eight prompts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts = 0
+
+    def take(self, prompt: list[int]) -> None:
+        super().take(prompt)
+        self.prompts += len(prompt) == 80
+
+    def page(self) -> str:
+        refused = min(self.prompts, 8)
+        return f'{super().page()}vllm:nvmeof_unstored_chunks_total{{reason="no_room"}} {refused}\n'
+
+
+def test_returning_prompts_are_sent_until_all_are_stored(tmp_path: Path) -> None:
+    sizes = ("--rates", "100", "--count", "4", "--prompt-tokens", "80", "--rounds", "1")
+    with _FullAtFirst() as one, MadeUpServer() as other:
+        bench(tmp_path, "hits", [one, other], *sizes)
+    assert one.prompts == 8 + 4 + 4, "twice without room, then stored, then measured"
+    assert other.counts["cpu"] == 4 * 80
+    assert other.counts["gpu"] == 2 * 4 * 80, "as often as the other server"
+
+
 def test_a_server_that_answers_nothing_ends_the_run(tmp_path: Path) -> None:
     with MadeUpServer(fails=80) as one:
         sizes = ("--rates", "0", "--count", "2", "--prompt-tokens", "80", "--rounds", "1")
