@@ -40,6 +40,7 @@ from typing import Any
 
 import numpy as np
 
+from vllm_nvmeof_bench.home import sync_file_system
 from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.fleet import Run, ServerSettings, Sizes, arms_option, command
@@ -60,12 +61,17 @@ _PAUSE_S = 1.2
 def _interleaved(
     run: Run, settings: HitSettings | TurnSettings, levels: Sequence[int], unit: str
 ) -> Iterator[tuple[int, int, str, Client]]:
-    """Yield each measurement's round, level, arm and client; wait for its writes afterwards."""
+    """Yield each measurement's round, level, arm and client; wait for its writes afterwards.
+
+    Before a measurement, what earlier ones left in the page cache is written, because writing it
+    later would delay this arm's reads.
+    """
     total = settings.rounds * len(levels) * len(run.fleet.clients)
     done = itertools.count()
     for number, level in itertools.product(range(settings.rounds), levels):
         for arm in run.fleet.shuffled(f"{settings.seed} {number} {level}"):
             run.on_progress(next(done), total, f"round {number + 1} · {level} {unit} · {arm}")
+            sync_file_system(settings.directory)
             time.sleep(_PAUSE_S)
             yield number, level, arm, run.fleet.clients[arm]
             run.fleet.run(run.fleet.clients[arm].settle())

@@ -23,7 +23,7 @@ from vllm_nvmeof_bench.report import Table
 from vllm_nvmeof_bench.reports import serve as report
 from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample, ratio_of_cpu
 from vllm_nvmeof_bench.results import BenchError, load, rows_in
-from vllm_nvmeof_bench.serve import fleet
+from vllm_nvmeof_bench.serve import fleet, measure
 from vllm_nvmeof_bench.serve.fleet import (
     ARMS,
     BLOCK_TOKENS,
@@ -132,6 +132,19 @@ def test_returning_prompts_are_sent_until_all_are_stored(tmp_path: Path) -> None
     assert one.prompts == 8 + 4 + 4, "twice without room, then stored, then measured"
     assert other.counts["cpu"] == 4 * 80
     assert other.counts["gpu"] == 2 * 4 * 80, "as often as the other server"
+
+
+def test_what_other_arms_left_in_the_page_cache_is_written_before_a_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[Path, int]] = []
+    sizes = ("--rates", "100", "--count", "4", "--prompt-tokens", "80", "--rounds", "2")
+    with MadeUpServer() as one:
+        monkeypatch.setattr(
+            measure, "sync_file_system", lambda place: asked.append((place, one.counts["cpu"]))
+        )
+        bench(tmp_path, "hits", [one], *sizes)
+    assert asked == [(tmp_path / "disk", 0), (tmp_path / "disk", 4 * 80)]
 
 
 def test_a_server_that_answers_nothing_ends_the_run(tmp_path: Path) -> None:
