@@ -11,8 +11,9 @@ hits: every arm first receives the prompts that return later and completes its w
 tier finds no room for some of their chunks, every arm receives them again. A measurement
 empties the GPU's prefix cache and sends `count` prompts at once. At a hit rate of 50 %, half of the
 prompts were sent before; the others are new to every server. With `drive`, two more arms show how
-long the bytes of the returning prompts take at least: `drive` reads as many from the disk, past the
-page cache; `stand_in` is their number over the rate of the throttled stand-in.
+long the bytes of the returning prompts take at least. At the beginning of each round, `drive` reads
+as many from the disk, past the page cache, and `stand_in` does so under the limit of the throttled
+stand-in, if a server has one.
 
 turns: at concurrency C there are C conversations. A turn is sent with the whole conversation so far
 as soon as the previous answer is complete, as in the OpenFlex Data24 table. All arms receive the
@@ -32,9 +33,10 @@ import os
 import random
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ from vllm_nvmeof_bench.serve.fleet import Run, ServerSettings, Sizes, arms_optio
 from vllm_nvmeof_bench.servers.client import UNSTORED, Answer, Client, Hits, Tokens
 from vllm_nvmeof_bench.servers.server import on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option
+from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.units import MIB
 
 _SEQUENCES = 16
@@ -190,19 +193,22 @@ class HitSettings(ServerSettings):
         fleet = run.fleet
         first = self._store(run)
         emptied = run.conditions["gpu_cache_emptied"] = {}
-        for number, rate, arm, client in _interleaved(run, self, self.rates, "%"):
-            emptied[arm] = fleet.run(client.forget_gpu())
-            batch = prompts_of(self, run.tokens, rate, number)
-            before_s = fleet.cpu_s(arm)
-            one = fleet.run(self._measure(client, batch, first))
-            if one["failures"] == one["requests"]:
-                raise BenchError(f"arm {arm}: all {one['requests']} requests failed")
-            after_s = fleet.cpu_s(arm)
-            spent_s = None if before_s is None or after_s is None else after_s - before_s
-            run.samples.append(HitSample(arm=arm, rate=rate, round=number, cpu_s=spent_s, **one))
-        if self.drive:
-            run.conditions["arms"] |= {arm: {"says": text} for arm, text in _LIMITS.items()}
-            run.samples.extend(self._limits())
+        with closing(self._least()) as least:
+            for number, rate, arm, client in _interleaved(run, self, self.rates, "%"):
+                if self.drive and all(one.round < number for one in run.samples):
+                    found = [replace(one, round=number) for one in next(least)]
+                    run.conditions["arms"] |= {one.arm: {"says": _LEAST[one.arm]} for one in found}
+                    run.samples.extend(found)
+                emptied[arm] = fleet.run(client.forget_gpu())
+                batch = prompts_of(self, run.tokens, rate, number)
+                before_s = fleet.cpu_s(arm)
+                one = fleet.run(self._measure(client, batch, first))
+                if one["failures"] == one["requests"]:
+                    raise BenchError(f"arm {arm}: all {one['requests']} requests failed")
+                after_s = fleet.cpu_s(arm)
+                spent_s = None if before_s is None or after_s is None else after_s - before_s
+                how = {"arm": arm, "rate": rate, "round": number, "cpu_s": spent_s}
+                run.samples.append(HitSample(**how, **one))
 
     def _store(self, run: Run) -> dict[str, Answer]:
         """Send every server the prompts that return later, and return the first answers, by name.
@@ -226,28 +232,30 @@ class HitSettings(ServerSettings):
                 break
         return first
 
-    def _limits(self) -> Iterator[HitSample]:
-        """Yield how long the bytes of all returning prompts take at least, once per round."""
+    def _least(self) -> Generator[list[HitSample]]:
+        """Measure how long the bytes of all returning prompts take at least, again and again."""
         tokens = self.count * self.prompt_tokens
         count = tokens * self.sizes().kv_bytes_per_token
-        times = [
-            *(("drive", seconds) for seconds in read_times(self.directory, count, self.rounds)),
-            *[("stand_in", count / (1e6 * self.target_mb_per_s))] * self.rounds,
-        ]
-        for number, (arm, seconds) in enumerate(times):
-            none = dict.fromkeys(("gpu", "cpu", "pool", "other", "same", "compared"), 0)
-            yield HitSample(
-                arm=arm,
-                rate=100,
-                round=number % self.rounds,
-                requests=self.count,
-                failures=0,
-                seconds=seconds,
-                prompt_tokens=tokens,
-                answer_tokens=0,
-                ttft_s=None,
-                **none,
-            )
+        is_throttled = any(arm.throttled for arm in self.servers())
+        rates = [None, self.target_mb_per_s * 1_000_000] if is_throttled else [None]
+        none = dict.fromkeys(("gpu", "cpu", "pool", "other", "same", "compared"), 0)
+        with closing(read_times(self.directory, count, rates)) as times:
+            for seconds in times:
+                yield [
+                    HitSample(
+                        arm=arm,
+                        rate=100,
+                        round=0,
+                        requests=self.count,
+                        failures=0,
+                        seconds=one,
+                        prompt_tokens=tokens,
+                        answer_tokens=0,
+                        ttft_s=None,
+                        **none,
+                    )
+                    for arm, one in zip(_LEAST, seconds, strict=False)
+                ]
 
     async def _send(self, client: Client, batch: _Batch) -> list[Answer]:
         asked = (client.attempt(prompt, self.answer_tokens) for _, prompt in batch)
@@ -281,15 +289,18 @@ class HitSettings(ServerSettings):
         }
 
 
-_LIMITS = {
+_LEAST = {
     "drive": "the returning bytes, read from the disk past the page cache",
-    "stand_in": "the returning bytes at the throttled stand-in's rate",
+    "stand_in": "the same, disk throttled",
 }
 _PIECE_BYTES, _READERS = 2 * MIB, 8
 
 
-def read_times(directory: Path, count: int, rounds: int) -> list[float]:
-    """Return the seconds of each of `rounds` reads of about `count` bytes from a new file.
+def read_times(
+    directory: Path, count: int, rates: Sequence[int | None] = (None,)
+) -> Generator[list[float]]:
+    """Read about `count` bytes of a new file once for each of `rates`, and yield the seconds of
+    each. A rate limits this process, in bytes per second; None for no limit. Close this at the end.
 
     Eight threads read pieces of 2 MiB past the page cache.
     """
@@ -305,16 +316,29 @@ def read_times(directory: Path, count: int, rounds: int) -> list[float]:
             with mmap.mmap(-1, _PIECE_BYTES) as buffer:
                 return os.preadv(fd, [buffer], piece * _PIECE_BYTES)
 
-        found = []
         try:
             with ThreadPoolExecutor(_READERS) as pool:
-                for _ in range(rounds):
-                    begin_s = time.perf_counter()
-                    done = sum(pool.map(read, range(pieces)))
-                    found.append((time.perf_counter() - begin_s) * count / done)
+                while True:
+                    found = []
+                    for rate in rates:
+                        with _limited(directory, rate):
+                            begin_s = time.perf_counter()
+                            done = sum(pool.map(read, range(pieces)))
+                            found.append((time.perf_counter() - begin_s) * count / done)
+                    yield found
         finally:
             os.close(fd)
-    return found
+
+
+@contextmanager
+def _limited(directory: Path, rate: int | None) -> Iterator[None]:
+    """Limit this process's reads to `rate` bytes per second, if given."""
+    if rate is None:
+        yield
+        return
+    with Throttle(directory, rate, rate) as throttle:
+        throttle.add(os.getpid())
+        yield
 
 
 def prompts_of(settings: HitSettings, tokens: Tokens, rate: int, number: int) -> _Batch:

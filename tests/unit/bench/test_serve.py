@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import time
@@ -147,6 +148,14 @@ def test_what_other_arms_left_in_the_page_cache_is_written_before_a_measurement(
     assert asked == [(tmp_path / "disk", 0), (tmp_path / "disk", 4 * 80)]
 
 
+def test_the_drive_is_read_in_each_round(tmp_path: Path) -> None:
+    sizes = ("--rates", "50,100", "--count", "4", "--prompt-tokens", "80", "--rounds", "2")
+    with MadeUpServer() as one:
+        _, content = bench(tmp_path, "hits", [one], *sizes, "--drive")
+    found = [(row["arm"], row["round"]) for row in content["samples"]]
+    assert found == [(arm, number) for number in range(2) for arm in ("drive", "a", "a")]
+
+
 def test_a_server_that_answers_nothing_ends_the_run(tmp_path: Path) -> None:
     with MadeUpServer(fails=80) as one:
         sizes = ("--rates", "0", "--count", "2", "--prompt-tokens", "80", "--rounds", "1")
@@ -261,9 +270,28 @@ def test_servers_that_restart_are_new_and_have_new_clients(
 
 
 def test_the_limit_is_timed_with_bytes_from_the_disk(tmp_path: Path) -> None:
-    found = read_times(tmp_path, 5 << 20, 3)
-    assert len(found) == 3 and min(found) > 0
+    with contextlib.closing(read_times(tmp_path, 5 << 20)) as times:
+        assert min(next(times) for _ in range(3)) > [0.0]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_stand_in_is_timed_under_its_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[tuple[Any, ...]] = []
+
+    class Limit(contextlib.nullcontext[Any]):
+        def __init__(self, *limits: Any) -> None:
+            super().__init__(self)
+            groups.append(limits)
+
+        def add(self, pid: int) -> None:
+            groups.append((pid,))
+
+    monkeypatch.setattr(measure, "Throttle", Limit)
+    with contextlib.closing(read_times(tmp_path, 5 << 20, (None, 7))) as times:
+        assert [len(next(times)) for _ in range(2)] == [2, 2]
+    assert groups == [(tmp_path, 7, 7), (os.getpid(),)] * 2
 
 
 def test_a_time_is_compared_with_what_the_storage_needs() -> None:
