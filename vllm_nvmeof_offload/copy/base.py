@@ -23,7 +23,7 @@ class Pieces:
     """The pieces of a batch of chunks.
 
     `rows` is uint64[m, 3]: (KV cache address, offset in the slot's payload, bytes). `first` is
-    uint32[n + 1]; chunk i has the rows from `first[i]` up to, but not including, `first[i + 1]`.
+    uint32[n + 1]; chunk i has the rows `first[i]` to `first[i + 1] - 1`.
     """
 
     rows: Descriptors
@@ -31,7 +31,6 @@ class Pieces:
 
     @staticmethod
     def of(chunks: Sequence[Descriptors]) -> Pieces:
-        """Join the pieces of several chunks."""
         first = np.zeros(len(chunks) + 1, np.uint32)
         np.cumsum([len(rows) for rows in chunks], out=first[1:])
         return Pieces(np.concatenate(chunks), first)
@@ -46,23 +45,18 @@ class Pieces:
         return Pieces(np.concatenate(rows), np.cumsum(np.concatenate(counts), dtype=np.uint32))
 
     def at(self, payloads: Sequence[int]) -> Descriptors:
-        """Return the rows with staging addresses instead of offsets. `payloads` holds the staging
-        address of each chunk's payload."""
+        """Return the rows with staging addresses, given the address of each chunk's payload."""
         rows = self.rows.copy()
         rows[:, 1] += np.repeat(np.array(payloads, np.uint64), np.diff(self.first))
         return rows
 
 
 class Direction(enum.Enum):
-    """The direction of a copy."""
-
     STORE = "store"  # KV cache → staging
     LOAD = "load"  # staging → KV cache
 
 
 class Backend(enum.Enum):
-    """The way to move the bytes."""
-
     DMA = "dma"
     OVERLAP = "dma_overlap"  # DMA with a hint to overlap it with compute
     KERNEL = "kernel"
@@ -75,9 +69,8 @@ class Payloads:
     `counts` (uint32[n]) is the number of pieces per payload. `addresses` and `sizes` (uint64[n])
     are the payloads' addresses and lengths in bytes. `crcs` (int64[n]) are their CRC-32Cs, which an
     engine that `makes_checksums` writes before `poll` returns the ticket. A CRC stays -1 if the
-    pieces do not cover the payload in order and without gaps, or if the engine could not compute
-    it. A load's CRC covers the bytes that arrived in the KV cache; a store's covers the bytes
-    copied from there.
+    pieces do not cover the payload in order and without gaps, or if the engine cannot compute it. A
+    load's CRC covers the bytes written to the KV cache, a store's the bytes read from there.
     """
 
     counts: npt.NDArray[np.uint32]
@@ -91,7 +84,7 @@ class Payloads:
         addresses: npt.NDArray[np.uint64],
         sizes: npt.NDArray[np.uint64],
     ) -> Payloads:
-        """Describe payloads that have no checksums yet."""
+        """Create payloads that have no checksums yet."""
         return Payloads(counts, addresses, sizes, np.full(len(counts), -1, np.int64))
 
 
@@ -101,31 +94,30 @@ class CopyEngine(Protocol):
     A ticket is in flight from `submit` until `poll` returns it. Until then the engine may touch
     both sides of every piece.
 
-    No chunk waits for another job's fence. A ticket starts once its own fence has passed and its
-    memory is registered, regardless of earlier tickets and other open fences. Loads that stream
-    from the pool hold one stream slot each, and a later load that waits for a running forward pass
-    must not delay the release of those slots. So if one ticket writes what another touches, the
-    caller submits the second only after `poll` has returned the first. Only a ticket without pieces
-    waits for others: it ends after all earlier tickets of its direction, and after its own fence.
+    A ticket starts when its own fence has passed and its memory is registered, regardless of
+    earlier tickets and other open fences. Otherwise a load that waits for a running forward pass
+    would delay the release of other loads' stream slots. So if one ticket writes memory that
+    another touches, the caller submits the second only after `poll` has returned the first. Only a
+    ticket without pieces waits for others: it ends after all earlier tickets of its direction, and
+    after its own fence.
     """
 
-    #: Whether the KV cache's memory is unmapped, so that every ticket fails. Set only while no
+    #: Whether the KV cache's memory is unmapped, so that every ticket fails. Set it only while no
     #: ticket is in flight.
     asleep: bool
-    #: Whether the engine computes payload checksums, for loads too; it may omit some.
+    #: Whether the engine computes checksums of payloads, though perhaps not of all.
     makes_checksums: bool
 
     def record_fence(self) -> object:
         """Record, on the model's thread, a point that later copies must wait for. Fences pass in
-        the order in which they were recorded. With CUDA a fence is an event on the model's stream,
-        the same stream for all fences. On the host it is None, because the forward pass has already
-        run."""
+        the order of their recording. With CUDA a fence is an event on the model's stream. On the
+        host it is None, because the forward pass has already run."""
 
     def has_passed(self, fence: object) -> bool:
         """Return whether a copy after this fence could start now; False if the engine cannot know.
 
-        Once True, the answer stays True. Copies after this fence may then be submitted together
-        with copies after older fences, without any fence.
+        The answer never changes back to False. After True, copies can be submitted without this
+        fence, together with copies after older fences.
         """
 
     def submit(
@@ -137,8 +129,8 @@ class CopyEngine(Protocol):
     ) -> int:
         """Start copying `pieces`; return the ticket.
 
-        `fence` is None if there is nothing to wait for. `payloads` are the payloads of the pieces;
-        None if no checksum is needed.
+        `fence` is None if there is nothing to wait for. `payloads` is None if no checksum is
+        needed.
         """
 
     def poll(self) -> list[tuple[int, Outcome]]:
@@ -156,9 +148,8 @@ _Words = npt.NDArray[np.uint64]
 
 def coalesce(pieces: Descriptors, starts: _Words) -> Descriptors:
     """Merge pieces that are adjacent in the list and contiguous on both sides. `starts` holds the
-    sorted addresses at which allocations and registrations begin. No descriptor may cross such an
-    address, even if one allocation begins exactly where another ends. The result's columns are
-    contiguous, because they are used separately."""
+    sorted start addresses of allocations and registrations, which no descriptor may cross, even if
+    two allocations are adjacent. The columns of the result are contiguous in memory."""
     columns = np.ascontiguousarray(pieces.T)
     cache, staging, sizes = columns
     # Blocks of a paged cache are rarely adjacent, so the first comparison usually decides.
@@ -179,8 +170,8 @@ def coalesce(pieces: Descriptors, starts: _Words) -> Descriptors:
 
 
 def cut_sizes(sizes: _Words, bytes_max: int) -> tuple[npt.NDArray[np.intp], _Words, _Words]:
-    """Cut pieces into parts of at most `bytes_max`. Returns the number of parts of each piece, and
-    each part's offset in its piece and size in bytes."""
+    """Cut pieces into parts of at most `bytes_max`. Return the number of parts per piece, and each
+    part's offset in its piece and size in bytes."""
     repeats = ((sizes + np.uint64(bytes_max - 1)) // np.uint64(bytes_max)).astype(np.intp)
     before = np.cumsum(repeats) - repeats
     numbers = np.arange(int(repeats.sum())) - np.repeat(before, repeats)

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chooses DMA, DMA with the overlap hint, or the kernel, based on times measured on this GPU.
 
-The table of times is measured once and cached. Only one process per host measures at a time: the
-ranks of a server start together and share the host's memory and links, so concurrent measurements
-would disturb each other.
+The table of times is measured once and cached. Only one process per host measures at a time,
+because the ranks of a server start together and would disturb each other's measurements.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ FRAGMENT_BYTES = tuple(KIB << k for k in range(2, 9))  # 4 KiB … 256 KiB
 COUNTS = (4, 16, 64, 256, 1024)
 _SIZE_LOG2_MIN, _SIZE_LOG2_MAX = 12, 18
 _WORD_BYTES = 16
-#: The kernel is used only if it is this many times as fast as DMA: the table is measured on an idle
-#: GPU, but the kernel takes multiprocessors away from a running model, and DMA takes none.
+#: The kernel must be this many times as fast as DMA on the idle GPU that is measured, because it
+#: takes multiprocessors away from a running model, and DMA takes none.
 KERNEL_MARGIN = 1.5
 #: RMM and cuDF set the hint only up to this size; larger copies were slower with it.
 OVERLAP_BYTES_MAX = 128 * KIB
@@ -66,8 +65,8 @@ _Measurement = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class Cell:
     """Median times to copy `count` fragments of `fragment_bytes`, in µs from submission to end.
 
-    `overlap_us` is None if not measured. `spread` is (slowest - fastest round) / median, of the
-    method that varied most.
+    `overlap_us` is None if it was not measured. `spread` is (slowest - fastest round) / median of
+    the method that varied most.
     """
 
     direction: Direction
@@ -83,8 +82,8 @@ _TABLE = TypeAdapter(dict[str, list[Cell]])
 
 
 def best_of(cell: Cell) -> Backend:
-    """Return DMA unless another method is clearly faster: the hint must win by more than the
-    spread, and the kernel must beat the faster kind of DMA by a factor of `KERNEL_MARGIN`."""
+    """Return DMA unless another method is clearly faster: the hint by more than the spread, or the
+    kernel by a factor of `KERNEL_MARGIN` over the faster kind of DMA."""
     backend, took_us = Backend.DMA, cell.dma_us
     if cell.overlap_us is not None and cell.overlap_us * (1 + cell.spread) < took_us:
         backend, took_us = Backend.OVERLAP, cell.overlap_us
@@ -94,22 +93,19 @@ def best_of(cell: Cell) -> Backend:
 class Selector:
     """Chooses a method from measured cells; without cells, always DMA.
 
-    If a count was not measured, for lack of time or memory, the result for fewer fragments of the
-    same size is used: it is closer than the result for another size.
+    For a count that was not measured, the result for fewer fragments of the same size is used.
     """
 
     def __init__(self, cells: Iterable[Cell] = ()) -> None:
         known = {(c.direction, c.fragment_bytes, c.count): best_of(c) for c in cells}
-        #: By count, the best method per size, for loads and stores; an empty list: DMA for all.
+        #: The best method by count and size, per direction. An empty list means DMA for all sizes.
         self._loads, self._stores = (
             _by_count(direction, known) for direction in (Direction.LOAD, Direction.STORE)
         )
 
     def choose(self, direction: Direction, pieces: Descriptors) -> Backend:
-        """Choose the method for coalesced pieces when they are submitted.
-
-        Every transfer waits for this, so pieces are examined only if another method may beat DMA.
-        """
+        """Choose the method for coalesced pieces. Every transfer waits for this, so pieces are
+        examined only if another method can be faster than DMA."""
         count = len(pieces)
         table = self._loads if direction is Direction.LOAD else self._stores
         nearest = ((count * count).bit_length() + 1) // 4  # the logarithm to base 4, rounded
@@ -141,7 +137,6 @@ def _by_count(
 
 
 def _log2(number: int) -> int:
-    """Return the base-2 logarithm of `number`, rounded to the nearest integer."""
     return (number * number).bit_length() // 2
 
 
@@ -152,12 +147,11 @@ def grid(size: int) -> list[tuple[int, int]]:
 
 
 def dump_cells(cells: list[Cell]) -> bytes:
-    """Return the cells as JSON."""
     return _TABLE.dump_json({"cells": cells}, indent=1)
 
 
 def parse_cells(content: bytes, size: int) -> list[Cell]:
-    """Parse cells from JSON. Raises ValueError if it is invalid or lacks a cell of `grid(size)`."""
+    """Parse JSON. Raises ValueError if it is invalid or lacks a cell of `grid(size)`."""
     try:
         cells = _TABLE.validate_json(content, strict=True)["cells"]
     except (KeyError, ValidationError) as error:
@@ -168,7 +162,7 @@ def parse_cells(content: bytes, size: int) -> list[Cell]:
 
 
 def missing_cells(cells: Iterable[Cell], size: int) -> int:
-    """Count the cells of `grid(size)`, in both directions, that are not among `cells`."""
+    """Count the cells of `grid(size)`, in both directions, that `cells` lacks."""
     wanted = {(direction, *cell) for direction in Direction for cell in grid(size)}
     return len(wanted - {(c.direction, c.fragment_bytes, c.count) for c in cells})
 
@@ -177,10 +171,10 @@ pause = time.sleep
 
 #: The most GPU memory that a measurement uses, and the most staging that it overwrites.
 CALIBRATION_BYTES_MAX = 64 * MIB
-#: With less registered memory than this, the table's larger cells cannot be measured.
+#: The least registered memory with which a table is measured.
 _BYTES_MIN = 4 * MIB
 _ROUNDS = 3
-#: The time limits of a measurement: for one that a server's start waits for, and for a user's.
+#: The time limits of a measurement at a server's start, and at a user's request.
 _BUDGET_S, _BUDGET_WHEN_ASKED_S = 1.5, 60.0
 #: Long enough for sixteen ranks that measure one after another.
 _LOCK_WAIT_S_MAX = 60.0
@@ -238,7 +232,6 @@ def _scattered(memory: int, staging: int, fragment_bytes: int, count: int) -> De
 def _ways(
     cuda: Cuda, dma: DmaCopier, kernel: KernelCopier, direction: Direction, pieces: Descriptors
 ) -> dict[Backend, _Way]:
-    """Return functions that copy these pieces on a stream and record the tables that they use."""
     ways: dict[Backend, _Way] = {
         Backend.DMA: lambda stream, used: dma.copy(direction, pieces, stream),
         Backend.KERNEL: lambda stream, used: kernel.copy(direction, pieces, stream, used),
@@ -285,7 +278,8 @@ def kept_or_measured(
     scratch: tuple[int, int],
     lock_wait_s: float = _LOCK_WAIT_S_MAX,
 ) -> list[Cell]:
-    """Return the cached table, or measure one and cache it if complete; empty means DMA only.
+    """Return the cached table, or measure one and cache it if complete. An empty table means DMA
+    only.
 
     `scratch` is the address and size in bytes of registered, unused memory, which is overwritten.
     """
@@ -389,7 +383,7 @@ def _alone_on_this_host(wait_s: float) -> Iterator[bool]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the file for reading, which is enough to lock it and works for other users' servers."""
+    """Open the file for reading: enough to lock it, even if another user owns it."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags)
@@ -397,19 +391,16 @@ def _open_lock(path: Path) -> int:
         return os.open(path, flags | os.O_CREAT, 0o644)
 
 
-# Opens the device of a worker's KV cache, host or GPU, and builds the copy engine for it.
-
-
 _AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class KvDevice:
-    """The device of the KV cache."""
+    """The device of a worker's KV cache, host or GPU."""
 
     #: None if the KV cache is in CPU memory.
     cuda: Cuda | None = None
-    #: A function that returns the model's current stream; called on the model's thread.
+    #: Returns the model's current stream; called on the model's thread.
     model_stream: Callable[[], int] = lambda: 0
     warnings: tuple[str, ...] = ()
 
@@ -426,14 +417,13 @@ class KvDevice:
         waker: Waker,
         checksum_at: str = "cpu",
     ) -> tuple[CopyEngine, tuple[str, ...]]:
-        """Build the copy engine. Return it and its fallbacks: lines that name what is missing, and
-        why.
+        """Build the copy engine. Return the engine and one line per fallback, with its cause.
 
         `backend` is auto or the value of a `Backend`, and is ignored for CPU memory. `cache_starts`
         are the addresses of the KV cache tensors. `staging` must be unused, because auto overwrites
         a part of it. `waker` is set when there may be something to poll. With `checksum_at` "gpu"
-        the GPU computes checksums if it can; copies in CPU memory compute them anyway. Raises:
-        EngineError: staging cannot be registered, or `kernel` is required and unavailable.
+        the GPU computes checksums if it can; copies in CPU memory always compute them. Raises:
+        EngineError: staging cannot be registered, or the backend `kernel` is unavailable.
         """
         if self.cuda is None:
             return HostCopyEngine(on_done=waker.wake), ()
@@ -456,7 +446,6 @@ class KvDevice:
         return engine, tuple(fallbacks)
 
     def engine_name(self, backend: str) -> str:
-        """Return the copy engine's name for logs and metrics."""
         return f"{backend} on {self.cuda.facts.name}" if self.cuda else "host memcpy"
 
 

@@ -1,23 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous copies between a KV cache in GPU memory and pinned staging.
 
-Each direction has one stream, which never waits for the model. Instead, a ticket is held here until
-`poll` finds that its fence has passed. So each ticket waits only for its own fence, and two streams
-suffice. A wait on the stream would delay every later ticket with an older fence, for a whole
-forward pass. A started ticket is a copy and then an event on the stream; `poll`
-queries the events. Native code submits both, and native threads wait for the events, so nothing
-takes the interpreter lock between a copy's first call and the signal of its end. Only `close` waits
-for the GPU. The model's thread makes at most two driver calls per fence: to create its event, if
-none is idle, and to record it.
+Each direction has one stream, which never waits for the model: a wait on the stream would delay
+every later ticket with an older fence, for a whole forward pass. Instead, a ticket is held here
+until `poll` finds that its fence has passed. A started ticket is a copy and then an event on the
+stream. Native code submits both, and native threads wait for the events, so that nothing takes the
+interpreter lock between a copy's first call and the signal of its end. Only `close` waits for the
+GPU.
 
-If the GPU computes checksums, each direction has a second stream for them, and a ticket with
-payloads ends on that stream. A store's checksums are computed alongside its copy, because its
-source is complete once its fence has passed. A load's are computed after its copy, from the bytes
-that arrived. The checksum stream waits for copies, but copies never wait for checksums, so DMA
-keeps running.
+If the GPU computes checksums, each direction has a second stream for them, on which a ticket with
+payloads ends. A store's checksums are computed alongside its copy, because its source is complete
+when its fence has passed; a load's are computed after its copy, from the KV cache. Copies never
+wait for checksums, so DMA keeps running.
 
-The caller (the pipeline's gates) guarantees two things. When a load is submitted, its staging bytes
-are complete and visible to the host. Nothing else uses the staging bytes of a ticket in flight.
+The caller (the pipeline's gates) guarantees that the staging bytes of a submitted load are complete
+and visible to the host, and that nothing else uses the staging bytes of a ticket in flight.
 """
 
 from __future__ import annotations
@@ -55,10 +52,10 @@ from vllm_nvmeof_offload.units import KIB, MIB
 
 _THREADS = 512
 _LANES = 32
-#: The most bytes in a part, the unit that one warp copies; a multiple of 16 preserves alignment.
+#: The most bytes that one warp copies; a multiple of 16 preserves alignment.
 PART_BYTES_MAX = 16 * KIB
-#: The most bytes per launch. A launch keeps its multiprocessors until it ends, and launches of the
-#: model wait for them: 8 MiB take 0.15 ms at 55 GB/s.
+#: The most bytes per launch. The model's launches wait for a launch's multiprocessors until it
+#: ends: 8 MiB take 0.15 ms at 55 GB/s.
 LAUNCH_BYTES_MAX = 8 * MIB
 #: The most thread blocks per launch; `bench copy --parts sweep` measures other numbers.
 BLOCKS_MAX = 8
@@ -89,9 +86,9 @@ class DmaCopier:
         `overlap` sets CUDA 13.1's hint that copies should overlap with compute; it is ignored if
         the driver has no batch call.
 
-        A store reads what the model's kernels write, so the driver must read the source in stream
-        order, after the fence. A load reads staging, which no kernel writes and which is already
-        complete (docs/protocol.md, rule 3), so the driver may read it at once.
+        A store reads memory that the model's kernels write, so the driver must read it in stream
+        order, after the fence. A load reads staging that is already complete (docs/protocol.md,
+        rule 3), so the driver can read it at once.
         """
         columns, count = sides(direction, pieces), len(pieces)
         order = ORDER_STREAM if direction is Direction.STORE else ORDER_ANY
@@ -109,15 +106,15 @@ class Table:
         self.rows = np.ctypeslib.as_array(memory).reshape(DESCRIPTORS_MAX, 3)
 
     def give_back(self) -> None:
-        """Return the table to the idle tables. Call this only when the kernel has finished."""
+        """Return the table to the idle tables. Call only when the kernel has finished."""
         self._idle.append(self)
 
 
 class KernelCopier:
-    """Copies with a kernel on a few multiprocessors, for fragments too small for the copy engines.
+    """Copies with a kernel, for fragments too small for the copy engines.
 
     `blocks_max` bounds the thread blocks per launch, so that the model keeps the other
-    multiprocessors. `tables` is the number of tables of 4096 parts; a transfer uses at least one.
+    multiprocessors. `tables` is the number of tables; a transfer uses at least one.
     """
 
     def __init__(
@@ -139,10 +136,10 @@ class KernelCopier:
         used: list[Table],
         end: End = NO_END,
     ) -> bool:
-        """Submit pieces to `stream`, and then their end. Returns False, with nothing done, if too
-        few tables are idle.
+        """Submit pieces to `stream`, and then their end. Do nothing and return False if too few
+        tables are idle.
 
-        Appends the tables to `used` before the kernel reads them, even if an error follows; the
+        Append the tables to `used` before the kernel reads them, even if an error follows. The
         caller gives them back when the stream has passed this point.
         """
         parts = cut(*sides(direction, pieces))
@@ -187,8 +184,8 @@ def cut(
 
 @dataclass(slots=True, eq=False)
 class Fence:
-    """One recording of an event. The event is reused once nothing refers to this fence any more,
-    and the thread that waits for it no longer needs it."""
+    """One recording of an event. The event is reused when nothing refers to this fence any more and
+    the waiting thread no longer needs it."""
 
     event: int
     number: int
@@ -202,10 +199,8 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """A submitted copy with coalesced pieces.
-
-    `summed` holds its pieces as submitted and their payloads; None if no checksum is computed.
-    """
+    """A submitted copy with coalesced pieces. `summed` holds the pieces before that, and their
+    payloads; None if no checksum is computed."""
 
     number: int
     direction: Direction
@@ -216,7 +211,7 @@ class _Ticket:
 
 @dataclass(slots=True)
 class _Launched:
-    """A ticket that the GPU works on."""
+    """A ticket whose copies the GPU has."""
 
     ticket: int
     event: int = 0
@@ -231,11 +226,9 @@ class _Launched:
 class Fences:
     """Points on the model's stream that copies wait for.
 
-    All fences of an engine are recorded on one stream, so they pass in order, and it is enough to
-    check the oldest open one. The model's thread records them; the engine's thread makes all other
-    calls.
-
-    `waiter` signals that an announced fence has passed; None if the caller polls.
+    All fences are on one stream, so they pass in order, and only the oldest open one is checked.
+    The model's thread records them; the engine's thread makes all other calls. `waiter` signals
+    that an announced fence has passed; None if the caller polls.
     """
 
     def __init__(
@@ -253,7 +246,7 @@ class Fences:
     def record(self) -> Fence:
         """Record a fence on the model's thread, with at most two driver calls."""
         self._cuda.enter_models_thread()
-        # Only this thread takes events, so the first one does not change in between.
+        # Only this thread takes events, so the first one cannot change before `popleft`.
         if self._idle and _is_over(self._waiter, self._idle[0][1]):
             event, _ = self._idle.popleft()
         else:
@@ -266,17 +259,17 @@ class Fences:
         return fence
 
     def look(self) -> None:
-        """Find out which fences have passed, usually with one driver call. Raises CudaError."""
+        """Check which fences have passed, usually with one driver call. Raises CudaError."""
         while self._open and self._cuda.event_is_done(self._open[0].event):
             self._open.popleft().passed = True
         while self._unannounced and self._unannounced[0].passed:
             self._unannounced.popleft()
 
     def announce(self, fence: Fence) -> None:
-        """Have the waiter signal that `fence` has passed.
+        """Have the waiter signal when `fence` and every older fence has passed.
 
-        The waiter also gets every older fence. Otherwise it could be waiting for this fence when a
-        copy arrives that needs an older one, and would wake the caller too late for that copy.
+        Without the older ones, the waiter could wait for this fence while a later copy needs an
+        older one, and would wake the caller too late for that copy.
         """
         while self._unannounced and self._unannounced[0].number <= fence.number:
             older = self._unannounced.popleft()
@@ -294,21 +287,18 @@ class Fences:
 
 
 def _is_over(waiter: core.EventWaiter | None, number: int) -> bool:
-    """Return whether `waiter` no longer needs the event that it watched as `number`."""
     return waiter is None or waiter.is_over(number)
 
 
 @dataclass(slots=True)
 class _Stream:
-    """The streams of one direction."""
-
     handle: int
-    #: The checksum stream, and the event that marks the copies it waits for; 0 without checksums.
+    #: The checksum stream, and the event after the copies it waits for; 0 without checksums.
     checksums: int
     copied: int
     waiter: core.EventWaiter | None
     launched: deque[_Launched] = field(default_factory=deque)
-    #: Tickets that `poll` found finished. Their events may be reused once no longer watched.
+    #: Finished tickets, whose events are reused when they are no longer watched.
     finished: deque[_Launched] = field(default_factory=deque)
 
     @property
@@ -318,10 +308,8 @@ class _Stream:
 
 @dataclass(frozen=True)
 class Copiers:
-    """The ways to move bytes, and the function that chooses one.
-
-    `kernel` is None if unavailable. `checksums` is None if the GPU computes none.
-    """
+    """The ways to move bytes, and the function that chooses one. `kernel` is None if it is
+    unavailable, `checksums` if the GPU computes none."""
 
     dma: DmaCopier
     kernel: KernelCopier | None
@@ -330,10 +318,10 @@ class Copiers:
 
 
 class CudaCopyEngine:
-    """Implements `copy.base.CopyEngine`. `model_stream` returns the model's current stream, and is
-    called on the model's thread. `pins` is closed with this engine. `cache_starts` are the start
-    addresses of the KV cache tensors. `waker` is set when there may be something to poll; None if
-    the caller polls without it."""
+    """Implements `copy.base.CopyEngine`. `model_stream` returns the model's current stream, on the
+    model's thread. `pins` is closed with this engine. `cache_starts` are the addresses of the KV
+    cache tensors. `waker` is set when there may be something to poll; None if the caller polls
+    without it."""
 
     def __init__(
         self,
@@ -379,8 +367,7 @@ class CudaCopyEngine:
         return {direction: stream.handle for direction, stream in self._streams.items()}
 
     def record_fence(self) -> object:
-        """Record a fence on the model's thread. If this raises CudaError, the model cannot continue
-        either."""
+        """Record a fence on the model's thread. A CudaError stops the model too."""
         return self._fences.record()
 
     def has_passed(self, fence: object) -> bool:
@@ -452,7 +439,7 @@ class CudaCopyEngine:
     # -- inside -----------------------------------------------------------------------
 
     def _start(self, tickets: Sequence[_Ticket]) -> None:
-        """Start the tickets that may start, in order; hold the others."""
+        """Start, in order, the tickets that need not wait; hold the others."""
         try:
             self._fences.look()
         except CudaError as error:  # it is unknown whether their fences will ever pass
@@ -472,13 +459,13 @@ class CudaCopyEngine:
                 self._launch(ticket)
 
     def _fail(self, *tickets: _Ticket) -> None:
-        """Fail tickets that were not launched, and set the waker, because no waiter will."""
+        """Fail tickets that were not launched, and set the waker, which no waiter will set."""
         self._done += [(ticket.number, _FAILED) for ticket in tickets]
         if self._waker is not None:
             self._waker.wake()
 
     def _launch_held(self) -> None:
-        """Launch all held tickets at `close`. No others follow, so the GPU may wait for fences."""
+        """Launch all held tickets. No others follow, so the stream may wait for fences."""
         held, self._held = self._held, []
         for ticket in held:
             if self._pins.readiness(ticket.pieces[:, 1]) is Readiness.READY:
@@ -490,7 +477,7 @@ class CudaCopyEngine:
                     self._launch(replace(ticket, summed=None))
 
     def _must_queue(self, ticket: _Ticket) -> bool:
-        """Return whether to hold `ticket`: one without pieces must end after earlier tickets."""
+        """Return whether `ticket` has no pieces, and so must wait for earlier tickets."""
         return not len(ticket.pieces) and any(
             earlier.direction is ticket.direction for earlier in self._held
         )
@@ -511,7 +498,7 @@ class CudaCopyEngine:
             one.outcome = _FAILED
         else:
             end = self._make_checksums(ticket, stream, one)
-        # Calls made before an error may still be running, so the ticket must end after them.
+        # Copies submitted before an error may still be running, so the ticket must end after them.
         if not one.recorded and one.event:
             with self._logging_errors():
                 self._cuda.record_event(one.event, end)
@@ -522,7 +509,6 @@ class CudaCopyEngine:
             one.watched = stream.waiter.newest
 
     def _copy(self, ticket: _Ticket, stream: int, tables: list[Table], end: End) -> None:
-        """Submit the copies of a ticket, if it has any, and their end."""
         direction, pieces = ticket.direction, ticket.pieces
         kernel = self._copiers.kernel
         backend = self._copiers.choose(direction, pieces) if len(pieces) else Backend.DMA
@@ -536,10 +522,7 @@ class CudaCopyEngine:
         self._copiers.dma.copy(direction, pieces, stream, overlap=overlap, end=end)
 
     def _make_checksums(self, ticket: _Ticket, stream: _Stream, one: _Launched) -> int:
-        """Launch the checksums of a ticket whose copy has been submitted.
-
-        Returns the stream on which to mark the ticket's end, after both copy and checksums.
-        """
+        """Launch the checksums of a submitted copy. Return the stream on which the ticket ends."""
         if self._checksums is None or ticket.summed is None:
             return stream.handle
         one.checksums = self._checksums.prepare(*ticket.summed)
@@ -558,12 +541,10 @@ class CudaCopyEngine:
         return stream.checksums
 
     def _wait_for_copies(self, stream: _Stream) -> None:
-        """Order later work on the checksum stream after all copies so far."""
         self._cuda.record_event(stream.copied, stream.handle)
         self._cuda.wait_event(stream.checksums, stream.copied)
 
     def _finish_checksums(self, one: _Launched) -> None:
-        """Write the checksums of a ticket that the GPU has finished."""
         if self._checksums is None or one.checksums is None:
             return
         if one.outcome.ok and not one.checksums_failed:

@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A thin layer over cuda-python: the NVIDIA driver calls that this package needs, on one GPU.
 
-Streams, events, kernels, addresses and sizes are plain integers. The calls of every copy are made
-by native code (native/copies/cuda.h), by the addresses of the driver's functions: a batch is
-submitted with one release of the interpreter lock. All other calls go through cuda-python, which
-releases the lock in each.
+Streams, events, kernels, addresses and sizes are plain integers. Native code (native/copies/cuda.h)
+makes the calls of every copy, with one release of the interpreter lock per batch. All other calls
+use cuda-python, which releases the lock in each. NVRTC compiles the kernels once per GPU
+architecture, without nvcc or a GPU, and the machine code is stored in the user's cache.
 
-NVRTC compiles the kernels once per GPU architecture, without nvcc or a GPU, and the machine code is
-stored in the user's cache.
-
-Tests replace `Cuda` with another class; no other module calls CUDA.
+No other module calls CUDA, so tests can replace `Cuda`.
 """
 
 from __future__ import annotations
@@ -44,22 +41,20 @@ _ATTRIBUTE_HOST_NUMA_ID = 134
 _ATTRIBUTE_CAPABILITY = (75, 76)
 #: The first driver version with the batch call, in the form that reports the failing copy.
 _BATCH = "cuMemcpyBatchAsync", 12080
-#: The other functions that native code calls, in the order of `CudaFunctions`, and the version of
-#: their interface.
+#: The other functions that native code calls, in the order of `CudaFunctions`, and their version.
 _CALLED = (
     *("cuMemcpyAsync", "cuLaunchKernel", "cuEventRecord", "cuEventQuery", "cuEventSynchronize"),
     *("cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"),
 )
 _CALLED_VERSION = 12000
 
-#: The end of a submission: the event to record after it, or 0, and the thread that waits for the
-#: event, or None.
+#: The end of a submission: the event to record after it (or 0), and the event's waiter (or None).
 End: TypeAlias = tuple[int, core.EventWaiter | None]
 NO_END: Final[End] = (0, None)
 
 
 class _CopyAttributes(ctypes.Structure):
-    """CUmemcpyAttributes; the location hints are for managed memory, which is not used here."""
+    """CUmemcpyAttributes. The location hints are for managed memory, which is not used here."""
 
     _fields_ = (
         ("source_order", ctypes.c_int),
@@ -80,7 +75,7 @@ _ATTRIBUTES = {key: ctypes.addressof(made) for key, made in _MADE.items()}
 
 
 class CudaError(EngineError):
-    """An error from a CUDA call. `name` is CUDA's name for it, such as CUDA_ERROR_INVALID_VALUE."""
+    """An error from a CUDA call. `name` is CUDA's name of the error."""
 
     def __init__(self, call: str, name: str, detail: str = "") -> None:
         super().__init__(f"{call}: {name}{detail}")
@@ -89,7 +84,7 @@ class CudaError(EngineError):
 
     @property
     def while_capturing(self) -> bool:
-        """Return whether a CUDA graph was being captured, so that the call may succeed later."""
+        """Return whether a CUDA graph was being captured, so that a retry can succeed."""
         return self.name.startswith("CUDA_ERROR_STREAM_CAPTURE_")
 
 
@@ -136,24 +131,23 @@ class Cuda:
     # -- the GPU ----------------------------------------------------------------------
 
     def make_current(self) -> None:
-        """Make the context current. Call this first on each thread; later calls cost nothing."""
+        """Make the context current on this thread. Repeated calls cost nothing."""
         if not getattr(self._thread, "current", False):
             self._enter("cuCtxSetCurrent", self._context)
             self._thread.current = True
 
     def enter_models_thread(self) -> None:
-        """Make the context current on the model's thread, whose mode `enter_own_thread` then leaves
-        as it is: between the model's calls, this thread is not capturing."""
+        """Make the context current on the model's thread, whose capture mode stays as it is,
+        because the thread is not capturing between the model's calls."""
         self.make_current()
         self._thread.mode_is_final = True
 
     def enter_own_thread(self) -> None:
         """Make the context current on a thread that runs no part of the model.
 
-        vLLM captures CUDA graphs in a mode in which calls from other threads, such as registering
-        memory or querying an event, fail and invalidate the capture. For this reason vLLM's own
-        offloading had to stop pinning in the background (vllm#46933). A thread may declare that its
-        calls are unrelated to any capture.
+        vLLM captures CUDA graphs in a mode in which calls of other threads, such as registering
+        memory or querying an event, fail and invalidate the capture (vllm#46933), unless the thread
+        declares that its calls are unrelated to any capture.
         """
         self.make_current()
         if not getattr(self._thread, "mode_is_final", False):
@@ -162,7 +156,7 @@ class Cuda:
             self._thread.mode_is_final = True
 
     def release(self) -> None:
-        """Release the context. No other method may be called after this."""
+        """Release the context. Call no other method afterwards."""
         self._enter("cuDevicePrimaryCtxRelease", self._device)
 
     # -- streams and events -----------------------------------------------------------
@@ -170,9 +164,9 @@ class Cuda:
     def create_stream(self, urgent: bool = False) -> int:
         """Create a stream that does not wait for the default stream.
 
-        With `urgent` its kernels run first. Otherwise the stream has the lowest priority, as the
-        default stream does on NVIDIA GPUs. Copies then do not yield to the model, but they hardly
-        delay it, because they use few thread blocks and short launches.
+        With `urgent` its kernels run first. Otherwise it has the lowest priority, like the default
+        stream. Copies then do not yield to the model, but hardly delay it, because their launches
+        are short and use few thread blocks.
         """
         priority = self._enter("cuCtxGetStreamPriorityRange")[1 if urgent else 0]
         return int(self._enter("cuStreamCreateWithPriority", _STREAM_NON_BLOCKING, priority))
@@ -187,7 +181,7 @@ class Cuda:
         return self._is_done("cuStreamQuery", *self._api.cuStreamQuery(stream))
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Order later work on `stream` after the work that `event` last recorded."""
+        """Make later work on `stream` wait for the last recording of `event`."""
         self._enter("cuStreamWaitEvent", stream, event, 0)
 
     def create_event(self) -> int:
@@ -216,8 +210,8 @@ class Cuda:
     ) -> None:
         """Submit all copies, in few calls if the driver has the batch call, and then their end.
 
-        `tables` holds the addresses of three uint64[count] arrays: destinations, sources and sizes
-        in bytes. They are read before this returns.
+        `tables` holds the addresses of three uint64[count] arrays, which are read before this
+        returns: destinations, sources and sizes in bytes.
         """
         attributes = _ATTRIBUTES[source_order, overlap]
         failed = self.functions.submit_copies(tables, count, stream, attributes, end)
@@ -237,7 +231,7 @@ class Cuda:
         stream: int,
         end: End = NO_END,
     ) -> None:
-        """Launch a kernel once for each row of `launches`, and then mark their end.
+        """Launch a kernel once per row of `launches`, and then mark their end.
 
         `launches` is uint64[n, m]: the number of thread blocks, and the kernel's m - 1 arguments.
         `threads` is per block.
@@ -248,7 +242,7 @@ class Cuda:
     # -- memory -----------------------------------------------------------------------
 
     def register(self, address: int, count: int) -> None:
-        """Pin host memory, so that DMA runs at full rate and kernels can use its host address."""
+        """Pin host memory, so that DMA runs at full rate and kernels can use the host address."""
         self._enter("cuMemHostRegister", address, count, _HOST_PORTABLE_MAPPED)
 
     def unregister(self, address: int) -> None:
@@ -269,7 +263,6 @@ class Cuda:
     # -- inside -----------------------------------------------------------------------
 
     def _enter(self, call: str, *arguments: Any) -> Any:
-        """Call the driver. Return None, a single value, or a tuple of values."""
         status, *values = getattr(self._api, call)(*arguments)
         if status:
             raise CudaError(call, status.name)
@@ -314,7 +307,7 @@ class Cuda:
         )
 
     def _address_of(self, name: str, version: int) -> int:
-        """Return the address of the driver's function, or 0 if this driver has none."""
+        """Return the address of the driver's function; 0 if this driver lacks it."""
         try:
             address, _ = self._enter("cuGetProcAddress", name.encode(), version, 0)
         except CudaError:
@@ -322,7 +315,6 @@ class Cuda:
         return int(address or 0)
 
 
-#: The file name of the copy kernel.
 COPY_BLOCKS = "copy_blocks.cu"
 
 
@@ -341,8 +333,8 @@ def kernel_source(name: str = COPY_BLOCKS) -> str:
 def compile_kernels(arch: str, name: str = COPY_BLOCKS, log: TextIO | None = None) -> bytes:
     """Compile the kernels to machine code (a cubin) for `arch`, such as sm_90.
 
-    `log` receives the assembler's report on each kernel's registers and spills. Raises:
-    EngineError: cuda-core or NVRTC is missing, or it cannot compile for this architecture.
+    The assembler's report on registers and spills is written to `log`. Raises: EngineError:
+    cuda-core or NVRTC is missing, or NVRTC cannot compile for this architecture.
     """
     source = kernel_source(name)
     try:
@@ -361,7 +353,8 @@ def compile_kernels(arch: str, name: str = COPY_BLOCKS, log: TextIO | None = Non
 
 
 def load_or_compile(arch: str, directory: Path, name: str = COPY_BLOCKS) -> bytes:
-    """Return the kernels of `name`, from `directory` if this user has compiled them for `arch`.
+    """Return the kernels of `name` for `arch`, from `directory` if this user has compiled them
+    before.
 
     Raises: EngineError: as `compile_kernels`.
     """
@@ -385,7 +378,7 @@ def _read_own(path: Path) -> bytes:
 
 
 def cache_directory() -> Path:
-    """Return the directory for compiled kernels and measured tables."""
+    """Return the directory of compiled kernels and measured tables."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification ignores relative values
         base = os.path.join(os.path.expanduser("~"), ".cache")
@@ -395,7 +388,8 @@ def cache_directory() -> Path:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Replace a file atomically, because other ranks write it too. A failure only costs time."""
+    """Replace a file atomically, because other ranks also write it. Ignore failures, which cost
+    only time."""
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(dir=path.parent)

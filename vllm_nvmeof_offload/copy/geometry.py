@@ -2,8 +2,8 @@
 """The addresses of a chunk's bytes in the KV cache, and their offsets in a slot.
 
 A slot's payload holds the chunk's blocks in order. A block holds one page from each of its group's
-tensors, in order. Groups share memory, because a block belongs to one group at a time. Only the
-bytes of that group's pages are copied, even if blocks are farther apart.
+tensors, in order. Groups share memory, because a block belongs to one group at a time; only the
+pages of that group are copied.
 """
 
 from __future__ import annotations
@@ -46,17 +46,14 @@ def joined(tensors: Sequence[CacheTensor]) -> list[CacheTensor]:
 
 
 class ChunkGeometry:
-    """Builds the descriptors of one group's chunks of `blocks_per_chunk` blocks over `tensors`.
-
-    Without tensors, as on a pipeline stage that has no layer of the group, chunks have no pieces.
-    """
+    """Builds the descriptors of one group's chunks of `blocks_per_chunk` blocks over `tensors`. A
+    pipeline stage with no layer of the group has no tensors, and its chunks have no pieces."""
 
     def __init__(self, tensors: Sequence[CacheTensor], blocks_per_chunk: int) -> None:
         self.blocks_per_chunk = blocks_per_chunk
         self.block_bytes = sum(t.page_bytes for t in tensors)
         self.payload_bytes = self.block_bytes * blocks_per_chunk
         self._address = np.array([t.address for t in tensors], np.uint64)
-        #: The arguments of the native geometries.
         self.columns = (
             [(t.address, t.stride_bytes, t.page_bytes, t.block_count) for t in tensors],
             blocks_per_chunk,
@@ -65,7 +62,7 @@ class ChunkGeometry:
 
     @property
     def starts(self) -> npt.NDArray[np.uint64]:
-        """Return the tensors' addresses. No descriptor may cross from one tensor into the next."""
+        """Return the tensors' addresses. No descriptor may cross one."""
         return self._address
 
     def pieces(self, block_ids: npt.NDArray[np.int32], first_position: int) -> Descriptors:
@@ -79,16 +76,16 @@ class ChunkGeometry:
     def pieces_by_chunk(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
     ) -> Pieces:
-        """Return the pieces of consecutive chunks' blocks, by chunk; arguments as for `split`."""
+        """Return the pieces of consecutive chunks' blocks. The arguments are those of `split`."""
         return Pieces(*self._native.pieces(block_ids, first_position, chunk_count))
 
     def split(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
     ) -> list[npt.NDArray[np.int32]]:
-        """Split the blocks of consecutive chunks at chunk boundaries.
+        """Split the blocks of consecutive chunks into one array per chunk.
 
-        `first_position` is the first block's position in the first chunk. Returns one array per
-        chunk; the first and last arrays may cover only part of their chunks.
+        `first_position` is the first block's position in its chunk. The first and last arrays can
+        lack blocks of their chunks.
         """
         cuts = np.arange(
             self.blocks_per_chunk - first_position, len(block_ids), self.blocks_per_chunk
@@ -100,11 +97,11 @@ class ChunkGeometry:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobBlocks:
-    """The GPU blocks of a store or load, by group position.
+    """The GPU blocks of a store or load, group by group.
 
-    `ids` (int32[m]) lists the blocks of all groups, group by group. `sizes` is the number of blocks
-    of each group. `firsts` is the index of each group's first block in its request. `groups`
-    (uint8[n]) is the group of each chunk, group by group.
+    `ids` (int32[m]) lists the blocks of all groups. `sizes` is the number of blocks per group, and
+    `firsts` the index of each group's first block in its request. `groups` (uint8[n]) is the group
+    of each chunk.
     """
 
     ids: npt.NDArray[np.int32]
@@ -131,15 +128,14 @@ class CacheGeometry:
                 groups, self.by_group, set_sizes or [1] * len(groups), strict=True
             )
         )
-        #: The bytes per chunk, by group.
+        #: Bytes per chunk, by group and of the largest group.
         self.group_bytes = tuple(one.payload_bytes for one in self.by_group)
-        #: The bytes per chunk of the largest group.
         self.payload_bytes = max(self.group_bytes)
         self.native = NativeGeometry([one.columns for one in self.by_group])
 
     @property
     def starts(self) -> npt.NDArray[np.uint64]:
-        """Return all tensors' addresses, sorted. No descriptor may cross from one into the next."""
+        """Return all tensors' addresses, sorted. No descriptor may cross one."""
         return np.unique(np.concatenate([one.starts for one in self.by_group]))
 
     def stored(self, blocks: JobBlocks) -> Pieces:
@@ -147,7 +143,7 @@ class CacheGeometry:
         return self._pieces(blocks, is_store=True)
 
     def loaded(self, blocks: JobBlocks) -> Pieces:
-        """Return the pieces of a load. A group's first and last chunks may lack some blocks."""
+        """Return the pieces of a load. A group's first and last chunks can lack blocks."""
         return self._pieces(blocks, is_store=False)
 
     def split(self, blocks: JobBlocks) -> list[npt.NDArray[np.int32]]:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""CRC-32C of payloads in GPU memory, computed by the GPU: the host side of `kernels/crc_blocks.cu`.
+"""CRC-32C of payloads in GPU memory: the host side of `kernels/crc_blocks.cu`.
 
 Pieces are cut into parts, one per warp. The kernel reads the table of parts from pinned memory and
-writes 32 words per part back to it; the native core combines them into each payload's CRC.
+writes 32 words per part to it, which the native core combines into each payload's CRC.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from vllm_nvmeof_offload.units import KIB, MIB
 #: The kernel's source file, and its name in that file.
 CRC_BLOCKS = "crc_blocks.cu"
 KERNEL_NAME = "crc_blocks"
-#: The bytes that a warp reads at once. Piece sizes must be multiples of this.
+#: The bytes that a warp reads at once; the sizes of pieces must be multiples.
 STRIPE_BYTES = 512
 _ALIGNMENT = 16
-#: The most bytes in a part, the unit that one warp processes; a multiple of a stripe.
+#: The most bytes that one warp processes, a multiple of a stripe.
 PART_BYTES_MAX = 64 * KIB
-#: The most parts of all transfers in progress. They take 9 MiB of pinned memory for up to 4 GiB.
+#: The most parts of all transfers in progress: 9 MiB of pinned memory for up to 4 GiB.
 _PARTS_MAX = 64 << 10
 _LANES = 32
 _ROW_BYTES = 2 * 8
@@ -43,11 +43,10 @@ _Counts = npt.NDArray[np.uint32]
 
 
 class Launch(NamedTuple):
-    """The shape of a launch. The default was the best one measured on an H200: 58 to 62 GB/s on an
-    idle GPU; at 12.5 GB/s it slowed a concurrent bf16 matrix product by 0.8 to 1.1 %. `blocks_max`
-    bounds the thread blocks per launch, which keep their multiprocessors until it ends. `threads`
-    is per block, at most 1024. `bytes_max` is per launch. `urgent` selects a stream with
-    priority."""
+    """The shape of a launch. The default was the best on an H200: 58 to 62 GB/s on an idle GPU; at
+    12.5 GB/s it slowed a concurrent bf16 matrix product by 0.8 to 1.1 %. `blocks_max` (thread
+    blocks) and `bytes_max` are per launch, `threads` per block (at most 1024). `urgent` selects a
+    stream with priority."""
 
     blocks_max: int = 8
     threads: int = 1024
@@ -61,7 +60,7 @@ class Launch(NamedTuple):
 
 @functools.cache
 def _zeros(count: int) -> _Words:
-    """Return uint32[32]: what each bit of a CRC becomes if `count` zero bytes follow."""
+    """Return uint32[32]: the value of each bit of a CRC after `count` further zero bytes."""
     if count == 0:
         return np.uint32(1) << np.arange(32, dtype=np.uint32)
     if count == 1:
@@ -82,7 +81,7 @@ def _apply(columns: _Words, values: _Words) -> _Words:
 
 
 def kernel_tables() -> _Words:
-    """Return the kernel's tables, in the order given in its source."""
+    """Return the kernel's tables, in the order of its source."""
     values = np.arange(16, dtype=np.uint32)
     nibbles = [_apply(_zeros(STRIPE_BYTES), values << np.uint32(4 * at)) for at in range(8)]
     behind = [_zeros(16 * (_LANES - 1 - lane)) for lane in range(_LANES)]
@@ -91,11 +90,9 @@ def kernel_tables() -> _Words:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """The parts of some of a transfer's payloads.
-
-    `rows` is uint64[n, 2]: (address in GPU memory, bytes) of each part. `chunks` holds the
-    payloads' indexes, in order. `counts` (uint32) is the number of parts of each payload.
-    """
+    """The parts of some of a transfer's payloads. `rows` is uint64[n, 2]: (address in GPU memory,
+    bytes). `chunks` holds the payloads' indexes, in order. `counts` (uint32) is the number of parts
+    per payload."""
 
     rows: _Rows
     chunks: npt.NDArray[np.intp]
@@ -103,11 +100,9 @@ class Parts:
 
 
 def cut_payloads(pieces: Descriptors, payloads: Payloads) -> Parts:
-    """Cut payloads into parts, skipping those whose checksum the kernel cannot compute.
-
-    The kernel needs pieces that cover the payload in order and without gaps, are multiples of 512
-    bytes, and are aligned to 16 bytes.
-    """
+    """Cut payloads into parts, skipping those whose checksum the kernel cannot compute: pieces must
+    cover the payload in order and without gaps, be multiples of 512 bytes, and be aligned to 16
+    bytes."""
     cache, staging, sizes = np.ascontiguousarray(pieces.T)
     counts = payloads.counts.astype(np.intp)
     last = np.cumsum(counts)
@@ -134,21 +129,19 @@ def cut_payloads(pieces: Descriptors, payloads: Payloads) -> Parts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Run:
-    """A run of consecutive numbers in a ring."""
-
     first: int
     end: int
 
 
 class _Ring:
-    """Hands out runs of the numbers below `size`, in ring order; they may return in any order."""
+    """Hands out runs of the numbers below `size`, in ring order. Runs return in any order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
         self._taken: deque[_Run] = deque()  # oldest first
 
     def room(self, wanted: int) -> tuple[int, int]:
-        """Return the start and length of a free run of `wanted` numbers, or of the longest one."""
+        """Return (start, length) of a free run of at least `wanted` numbers, or of the longest."""
         if not self._taken:
             return 0, self._size
         oldest, newest = self._taken[0].first, self._taken[-1].end
@@ -158,7 +151,6 @@ class _Ring:
         return (newest, behind) if behind >= min(wanted, oldest) else (0, oldest)
 
     def take(self, first: int, count: int) -> _Run:
-        """Take the first `count` numbers of the run that `room` returned."""
         run = _Run(first, first + count)
         self._taken.append(run)
         return run
@@ -169,10 +161,8 @@ class _Ring:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Checksums:
-    """The checksums of one transfer, from `GpuChecksums.prepare` to `give_back`.
-
-    `sizes` (uint64[n]) is the bytes of each part in `run`. `chunks` and `counts` are as in `Parts`.
-    """
+    """The checksums of one transfer, from `GpuChecksums.prepare` to `give_back`. `sizes`
+    (uint64[n]) is the bytes of each part in `run`; `chunks` and `counts` are those of `Parts`."""
 
     run: _Run
     sizes: _Rows
@@ -182,11 +172,9 @@ class Checksums:
 
 
 class GpuChecksums:
-    """Computes the checksums of payloads in GPU memory.
-
-    `kernel` is `crc_blocks`. `parts_max` is the most parts of all transfers in progress; a payload
-    that would exceed it gets no checksum. Raises: CudaError: no pinned memory is available.
-    """
+    """Computes the checksums of payloads in GPU memory. `parts_max` is the most parts of all
+    transfers in progress; a payload that would exceed it gets no checksum. Raises: CudaError: no
+    pinned memory is available."""
 
     def __init__(
         self, cuda: Cuda, kernel: int, launch: Launch | None = None, parts_max: int = _PARTS_MAX
@@ -207,10 +195,7 @@ class GpuChecksums:
         self._tables_at = self._words_at + sizes[1]
 
     def prepare(self, pieces: Descriptors, payloads: Payloads) -> Checksums | None:
-        """Fill in the kernel's table without launching. Returns None if there is nothing to launch.
-
-        Includes as many payloads as fit, starting with the first.
-        """
+        """Fill in the kernel's table for the first payloads that fit. Return None if none fits."""
         parts = cut_payloads(pieces, payloads)
         ends = np.cumsum(parts.counts, dtype=np.intp)
         first, room = self._ring.room(len(parts.rows))
@@ -228,8 +213,7 @@ class GpuChecksums:
         self._cuda.free_host(self._memory)
 
     def launch(self, checksums: Checksums, stream: int) -> None:
-        """Launch the checksums after the work on `stream`. After a CudaError some may be
-        running."""
+        """Launch the checksums on `stream`. After a CudaError some may be running."""
         blocks_max, threads, bytes_max, _ = self._launch
         launches: list[tuple[int, ...]] = []
         for first, count in spans(checksums.sizes, bytes_max):
@@ -241,14 +225,14 @@ class GpuChecksums:
         self._cuda.submit_launches(self._kernel, threads, np.array(launches, np.uint64), stream)
 
     def write(self, checksums: Checksums) -> None:
-        """Write the checksums to their payloads. Call this when the GPU has computed them all."""
+        """Write the checksums to their payloads. Call only when the GPU has computed them all."""
         crcs = np.empty(len(checksums.counts), np.uint32)
         words = self._words[checksums.run.first : checksums.run.end]
         core.join_crcs(words, checksums.sizes, checksums.counts, crcs)
         checksums.payloads.crcs[checksums.chunks] = crcs
 
     def give_back(self, checksums: Checksums) -> None:
-        """Free the checksums' rows of the table. Call this only when their launches have ended."""
+        """Free the checksums' rows of the table. Call only when their launches have ended."""
         self._ring.give_back(checksums.run)
 
 

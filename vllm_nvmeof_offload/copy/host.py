@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies between a KV cache in CPU memory and staging, on one background thread.
 
-Each ticket is one native call. A copy computes the payloads' checksums while their bytes are in the
-CPU's caches, so that sealing or verifying a slot need not read it from memory again.
-
-vLLM's CPU engine uses this module, and so do tests without a GPU. On a CPU the forward pass has
-completed when vLLM calls the worker, so no fence is needed.
+Each ticket is one native call. It also computes the payloads' checksums, while their bytes are in
+the CPU's caches. On vLLM's CPU engine the forward pass has completed when vLLM calls the worker, so
+no fence is needed.
 """
 
 from __future__ import annotations
@@ -20,10 +18,8 @@ from vllm_nvmeof_offload.native import core
 
 
 class HostCopyEngine:
-    """Implements `copy.base.CopyEngine`. The copying thread calls `on_done` after each ticket.
-
-    CPU memory stays valid while vLLM sleeps, so `asleep` has no effect.
-    """
+    """Implements `copy.base.CopyEngine`. The copying thread calls `on_done` after each ticket. CPU
+    memory stays valid while vLLM sleeps, so `asleep` has no effect."""
 
     def __init__(self, on_done: Callable[[], None] = lambda: None) -> None:
         self.asleep = False

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Registers staging with CUDA piece by piece, while slots in registered pieces are already in use.
 
-Pieces of at most 256 MiB end at slot boundaries, so no slot spans two registrations. While a call
-pins memory, the driver blocks all other threads of the process, including the model's, and a thread
-that takes the driver's lock again at once lets no other in. With 94 GB in pieces of 1 GB, stalls of
-2.0 s were measured (vllm#51414). So pieces are small, with a pause between them. The first is
-registered in the constructor, so that a start fails on a machine where this cannot work; a thread
-registers the others after `start`. Ranks that share memory each register all of it, because each
-copies from the others' slots too.
+Pieces end at slot boundaries, so no slot spans two registrations. While a call pins memory, the
+driver blocks all other threads of the process, including the model's: with 94 GB in pieces of 1 GB,
+stalls of 2.0 s were measured (vllm#51414). Pieces are therefore small, with pauses in which other
+threads can take the driver's lock. The constructor registers the first piece, so that a start fails
+on a machine where this cannot work; a thread registers the others after `start`. Each rank that
+shares memory registers all of it, because it also copies from the others' slots.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from vllm_nvmeof_offload.units import MIB, format_bytes
 
 REGISTERED_BYTES_MAX = 256 * MIB
 _LOG_EVERY_S = 5.0
-#: A pause in which a waiting thread can wake up and take the lock; not tuned on a GPU.
+#: Long enough for a waiting thread to wake up and take the lock; not tuned on a GPU.
 _PAUSE_S = 0.001
 #: The delay before a retry if the driver refuses a registration during a graph capture.
 _CAPTURE_S = 0.1
 
 
 class Readiness(enum.IntEnum):
-    """Whether the GPU may touch bytes of staging. For several pieces the largest value applies."""
+    """Whether the GPU may access staging. Of several pieces, the largest value applies."""
 
     READY = 0
     WAITING = 1  # the registration is not complete
@@ -42,10 +41,7 @@ class Readiness(enum.IntEnum):
 
 
 class StagingPinning:
-    """The registration of staging with CUDA.
-
-    The registering thread calls `on_change` after each piece, because copies may wait for it.
-    """
+    """The registration of staging with CUDA. Its thread calls `on_change` after each piece."""
 
     def __init__(
         self,
@@ -77,20 +73,18 @@ class StagingPinning:
         self._thread = threading.Thread(target=self._run, name="nvmeof-pinning", daemon=True)
 
     def start(self) -> None:
-        """Start registering the other pieces. Call this after measurements: it disturbs them."""
+        """Start registering the other pieces. Call after measurements, which this disturbs."""
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until every piece is registered or has failed."""
         self._thread.join()
 
     @property
     def first(self) -> tuple[int, int]:
-        """Return the address and bytes of this rank's first piece, ready from the start."""
+        """Return the address and bytes of this rank's first piece, which is always ready."""
         return int(self.starts[self._own]), self._bytes_of(self._own)
 
     def readiness(self, addresses: npt.NDArray[np.uint64]) -> Readiness:
-        """Return the readiness of the staging memory at `addresses`."""
         if self._all_ready:
             return Readiness.READY
         parts, within = np.divmod(addresses - self._base, np.uint64(self._part_bytes))
@@ -99,7 +93,7 @@ class StagingPinning:
         return Readiness(int(states.max(initial=Readiness.READY)))
 
     def close(self) -> None:
-        """Unregister all pieces, once no registration is in progress. No copy may be running."""
+        """Unregister all pieces, after the current registration. No copy may be running."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join()

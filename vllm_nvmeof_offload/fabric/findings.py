@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The findings of checks: what was found, how bad it is, and the remedy."""
+"""The findings of checks, each with its severity and remedy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ HOST = "host"
 
 
 class Severity(enum.IntEnum):
-    """The severities, from good to bad. A command exits with the worst one that it found."""
+    """The severities. A command exits with the worst one that it found."""
 
     OK = 0
     WARNING = 1
@@ -21,9 +21,9 @@ class Severity(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check. `check` is a stable identifier of what was checked. `subject` is a
-    target's path, "GPU 0" or `HOST`. `evidence` gives the numbers and names found. `remedy` is
-    empty if there is nothing to do."""
+    """The result of one check. `check` is the check's stable name. `subject` is a target's path,
+    "GPU 0" or `HOST`. `evidence` gives the numbers and names found. `remedy` is empty if there is
+    nothing to do."""
 
     check: str
     subject: str

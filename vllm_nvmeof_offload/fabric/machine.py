@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""This machine: NUMA nodes, kernel version, GPUs and their PCIe links, and findings about them.
-
-GPUs are queried with NVML, if its Python module and a driver are installed.
-"""
+"""This machine: NUMA nodes, kernel version, GPUs and their PCIe links, and findings about them."""
 
 from __future__ import annotations
 
@@ -18,17 +15,15 @@ from vllm_nvmeof_offload.fabric.topology import PcieLink, children, read_number,
 
 #: The GT/s per lane of each PCIe generation.
 _SPEEDS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0, 7: 128.0}
-#: An idle GPU is in this performance state or a higher-numbered one, and its link may be slow.
+#: From this performance state on, a GPU is idle, and its link may be slow.
 _IDLE_FROM = 3
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. `numa_node` is None if unknown, or with only one node. `uuid` is 32 hex digits.
-
-    The maxima in `pcie` are those that both GPU and slot support. `is_idle` means that the link
-    may be slow to save power. `driver` is the NVIDIA driver's version, such as 580.95.05.
-    """
+    """A GPU. `numa_node` is None if it is unknown, or with only one node. `uuid` is 32 hex digits.
+    `pcie` has the maxima that both GPU and slot support. With `is_idle` the link may be slow to
+    save power. `driver` is the NVIDIA driver's version, such as 580.95.05."""
 
     index: int
     numa_node: int | None
@@ -82,7 +77,7 @@ def _gpu(nvml: Any, index: int, sysfs: str) -> Gpu:
 
 
 def _query(nvml: Any, call: str, *arguments: Any) -> Any:
-    """Call NVML; None if this GPU, such as a virtual one, does not support the call."""
+    """Call NVML; None if the GPU (for example, a virtual one) does not support the call."""
     with contextlib.suppress(AttributeError, nvml.NVMLError):
         return getattr(nvml, call)(*arguments)
 
@@ -107,12 +102,11 @@ class Machine:
 
     @property
     def own_nodes(self) -> frozenset[int]:
-        """Return the NUMA nodes that this process may run on."""
         return frozenset(node for node, cpus in self.nodes.items() if cpus & self.cpus)
 
 
 def read_machine(sysfs: str = "/sys") -> Machine:
-    """Read this machine. Never raises; unknown facts are empty, an unknown kernel is (0, 0)."""
+    """Read this machine. Never raises: unknown facts are empty, and an unknown kernel is (0, 0)."""
     release = os.uname().release
     version = re.match(r"([0-9]+)\.([0-9]+)", release)
     kernel = (int(version.group(1)), int(version.group(2))) if version else (0, 0)
@@ -126,7 +120,7 @@ def read_machine(sysfs: str = "/sys") -> Machine:
 
 
 def parse_cpus(text: str | None) -> frozenset[int]:
-    """Parse a list such as "0-3,8"; skip what is malformed."""
+    """Parse a list such as "0-3,8"; skip malformed parts."""
     found: set[int] = set()
     for part in (text or "").split(","):
         match = _RANGE.match(part.strip())
@@ -143,7 +137,7 @@ def judge_gpus(machine: Machine) -> list[Finding]:
 
 
 def gpu_warnings(uuid: str) -> tuple[str, ...]:
-    """Return what slows copies to and from this GPU, for display. `uuid` is 32 hex digits."""
+    """Return warnings about the link and NUMA node of this GPU. `uuid` is 32 hex digits."""
     machine = read_machine()
     machine = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid == uuid))
     slow = [one for one in judge_gpus(machine) if one.severity is not Severity.OK]

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The RDMA ports of this machine and their GIDs, as sysfs shows them.
+"""The RDMA ports of this machine and their GIDs, from sysfs. None means unknown.
 
-A RoCE port has a GID for each address of its network interface. A connection uses the GID that has
-its own address, and that GID's type decides which packets carry it. None means unknown.
+A RoCE port has a GID for each address of its network interface. A connection uses the GID of its
+own address, whose type decides which packets carry the connection.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ from vllm_nvmeof_offload.fabric.topology import children, read_text
 
 ACTIVE = "ACTIVE"
 ROCE_V2 = "RoCE v2"
-#: The bytes of headers that the kernel reserves in an Ethernet frame of RoCE, and what a packet may
-#: carry besides.
+#: The header bytes that the kernel reserves in a RoCE frame, and the sizes that a payload can have.
 ROCE_HEADER_BYTES = 96
 _PAYLOADS = (4096, 2048, 1024, 512, 256)
 
 
 @dataclass(frozen=True, slots=True)
 class Gid:
-    """A GID of a RoCE port. `kind` is `ROCE_V2`, or "IB/RoCE v1" for packets without IP."""
+    """A GID of a RoCE port. `kind` is `ROCE_V2`, or "IB/RoCE v1" (packets without IP)."""
 
     index: int
     address: ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -33,8 +32,8 @@ class Gid:
 
 @dataclass(frozen=True, slots=True)
 class RdmaPort:
-    """A port of an RDMA device. `state` is `ACTIVE`, DOWN, INIT or ARMED. An InfiniBand port has
-    no `gids` here, because its GIDs belong to no network interface."""
+    """A port of an RDMA device. `state` is `ACTIVE`, DOWN, INIT or ARMED. `gids` is empty for an
+    InfiniBand port, whose GIDs belong to no network interface."""
 
     device: str
     number: str
@@ -42,12 +41,10 @@ class RdmaPort:
     gids: tuple[Gid, ...]
 
     def on(self, interface: str) -> list[Gid]:
-        """Return the GIDs of one network interface."""
         return [gid for gid in self.gids if gid.interface == interface]
 
 
 def read_rdma_ports(sysfs: str = "/sys") -> list[RdmaPort]:
-    """Read all ports of all RDMA devices."""
     found = []
     top = os.path.join(sysfs, "class/infiniband")
     for device in children(top):
@@ -72,6 +69,6 @@ def _gids(port: str) -> list[Gid]:
 
 
 def roce_payload_bytes(mtu: int) -> int:
-    """Return the bytes that a RoCE packet carries on an interface with this Ethernet MTU."""
+    """Return the payload bytes of a RoCE packet on an interface with this Ethernet MTU."""
     fits = [one for one in _PAYLOADS if one + ROCE_HEADER_BYTES <= mtu]
     return fits[0] if fits else 0

@@ -2,15 +2,15 @@
 """The devices under a target: mount, block devices, NVMe namespaces, subsystems, controllers.
 
 They are discovered only from sysfs and the mount table. Nothing here opens, stats or resolves the
-target itself, because that may never return on a hung mount. A target is therefore given as an
-absolute path without symbolic links.
+target itself, because the call might never return on a hung mount. A target is therefore given as
+an absolute path without symbolic links.
 
 None means unknown: the kernel shows no value or a nonsensical one, or the device was removed during
-the read. Unknown values are never guessed. Fields are named after the kernel's attributes.
+the read. Fields are named after the kernel's attributes.
 
 With native multipath, nvme0n1 is a head below the subsystem, and each path is a hidden device below
-its controller: nvme0c1n1 is the path of head nvme0n1 through controller nvme1. Without it, nvme1n1
-is below controller nvme1 and is itself the only path.
+its controller: nvme0c1n1 is the path of head nvme0n1 through controller nvme1. Without native
+multipath, nvme1n1 is below controller nvme1 and is the only path.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ABSENT = "absent"
 OFF = -1
 
 
-#: File systems of one host without a block device's number: in-memory ones, those that span
-#: devices, and overlay, whose upper layer is on one mount.
+#: Single-host file systems without a block device's number: in-memory file systems, those that span
+#: devices, and overlay.
 _LOCAL_FILE_SYSTEMS = frozenset({"tmpfs", "ramfs", "rootfs", "btrfs", "bcachefs", "zfs", "overlay"})
 #: File systems that several hosts can mount from one block device.
 _CLUSTER_FILE_SYSTEMS = frozenset({"gfs2", "ocfs2"})
@@ -50,8 +50,8 @@ class QueueLimits:
 
 @dataclass(frozen=True, slots=True)
 class BlockDevice:
-    """A block device in a stack. `kind` is disk, partition, dm, md or loop; `path` is its sysfs
-    directory. `over` names the devices directly below it."""
+    """A block device in a stack. `kind` is disk, partition, dm, md or loop. `path` is its sysfs
+    directory. `over` names the devices directly below."""
 
     name: str
     kind: str
@@ -74,17 +74,15 @@ class PcieLink:
 
     @property
     def is_slow(self) -> bool:
-        """Return whether the link is known to be slower than its maximum."""
         return self.speed is not None and self.speed < (self.speed_max or 0)
 
     @property
     def is_narrow(self) -> bool:
-        """Return whether the link is known to have fewer lanes than its maximum."""
         return self.width is not None and self.width < (self.width_max or 0)
 
     @property
     def current(self) -> str:
-        """Return the current speed and width, such as `32 GT/s x16`."""
+        """Return speed and width, such as `32 GT/s x16`."""
         return _shape(self.speed, self.width)
 
     @property
@@ -101,9 +99,8 @@ def _shape(speed: float | None, width: int | None) -> str:
 class Controller:
     """An NVMe controller. Times are in seconds, or `OFF`.
 
-    `state` is live, connecting, resetting, deleting, dead or new. `sqsize` is the kernel's number,
-    one less than the number of entries. `tls` and `dhchap` are "on" or "off"; a secret itself is
-    never stored.
+    `state` is live, connecting, resetting, deleting, dead or new. `sqsize` is one less than the
+    number of entries. `tls` and `dhchap` are "on" or "off"; no secret is stored.
     """
 
     name: str
@@ -139,11 +136,9 @@ class Controller:
 
 @dataclass(frozen=True, slots=True)
 class Path:
-    """A path from this host to a namespace. `path` is its sysfs directory, with `ana_state`.
-
-    `ana_state` is optimized, non-optimized, inaccessible, persistent-loss or change; None if the
-    target does not use ANA.
-    """
+    """A path from this host to a namespace. `path` is its sysfs directory. `ana_state` is
+    optimized, non-optimized, inaccessible, persistent-loss or change; None if the target does not
+    use ANA."""
 
     name: str
     controller: str
@@ -154,10 +149,8 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Subsystem:
-    """An NVMe subsystem. `controllers` are all those of this host, even those without a path now.
-
-    `iopolicy` is numa, round-robin or queue-depth; None without native multipath.
-    """
+    """An NVMe subsystem. `controllers` are all those of this host, even without a path now.
+    `iopolicy` is numa, round-robin or queue-depth; None without native multipath."""
 
     name: str | None
     nqn: str | None
@@ -169,8 +162,7 @@ class Subsystem:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """An NVMe namespace. `device` is, for example, nvme0n1. With `multipath` the device combines
-    all of its paths."""
+    """An NVMe namespace. `device`, such as nvme0n1, combines all paths if `multipath`."""
 
     device: str
     nsid: int | None
@@ -187,8 +179,8 @@ class Namespace:
 @dataclass(frozen=True, slots=True)
 class TargetFabric:
     """The fabric under one target: `devices` from the mounted one down, and the `namespaces` at the
-    bottom. `device_gone` means that the mounted block device has disappeared; its file system is
-    dead until it is remounted. `sysfs` is the directory that was read."""
+    bottom. With `device_gone` the mounted block device has disappeared, and its file system fails
+    until it is remounted. `sysfs` is the directory that was read."""
 
     target: str
     mount: Mount | None
@@ -215,10 +207,8 @@ class TargetFabric:
 
     @property
     def is_network_file_system(self) -> bool:
-        """Return whether other hosts may also mount the file system, with separate page caches.
-
-        This is assumed unless a block device of this host or the file system's type rules it out.
-        """
+        """Return whether other hosts may also mount the file system, with separate page caches:
+        True unless a block device of this host or the file system's type rules it out."""
         if self.mount is None:
             return True
         if self.mount.device.startswith("0:"):
@@ -227,7 +217,7 @@ class TargetFabric:
 
     @property
     def controllers(self) -> tuple[Controller, ...]:
-        """Return all controllers, each once; several namespaces may share one."""
+        """Return all controllers, each once, even if several namespaces share it."""
         found = {one.name: one for each in self.namespaces for one in each.subsystem.controllers}
         return tuple(found.values())
 
@@ -237,8 +227,7 @@ class TargetFabric:
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
-    """A controller's changing state: `Controller.state` or `ABSENT`, and ANA states by path
-    name."""
+    """A controller's current state: `Controller.state` or `ABSENT`, and ANA states by path name."""
 
     state: str | None
     ana: dict[str, str | None]
@@ -257,7 +246,6 @@ class ControllerState:
         return self.state == LIVE and all(one in (None, OPTIMIZED) for one in self.ana.values())
 
 
-#: No attribute is longer than a page.
 _BYTES_MAX = 4096
 _PCI_ADDRESS = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 _NUMBER = re.compile(r"^[0-9]{1,20}$")
@@ -265,7 +253,7 @@ _DECIMAL = re.compile(r"^[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 def read_text(*parts: str) -> str | None:
-    """Read an attribute without surrounding spaces; None if absent, unreadable or empty."""
+    """Read an attribute, stripped; None if absent, unreadable or empty."""
     return _read(*parts) or None
 
 
@@ -283,13 +271,12 @@ def _read(*parts: str) -> str | None:
 
 
 def read_number(*parts: str) -> int | None:
-    """Read a decimal number. A negative one, which sysfs uses for "none", counts as unknown."""
+    """Read a decimal number. A negative number, which means "none" in sysfs, counts as unknown."""
     text = read_text(*parts) or ""
     return int(text) if _NUMBER.match(text) else None
 
 
 def _read_timeout(*parts: str) -> int | None:
-    """Read a timeout in seconds, or `OFF`."""
     return OFF if read_text(*parts) in ("off", "-1") else read_number(*parts)
 
 
@@ -307,7 +294,6 @@ def _natural(name: str) -> list[tuple[str, int]]:
 
 
 def _resolve(*parts: str) -> str | None:
-    """Resolve a link; None if its target does not exist."""
     try:
         return os.path.realpath(os.path.join(*parts), strict=True)
     except (OSError, ValueError):
@@ -315,7 +301,7 @@ def _resolve(*parts: str) -> str | None:
 
 
 def read_pcie_link(device: str) -> PcieLink | None:
-    """Read a device's PCIe link, which is incomplete for a virtual device; None if it has none."""
+    """Read a device's PCIe link, incomplete for a virtual device; None if there is none."""
     path = _resolve(device)
     if path is None or not _PCI_ADDRESS.match(os.path.basename(path)):
         return None
@@ -325,14 +311,14 @@ def read_pcie_link(device: str) -> PcieLink | None:
         speed=_speed(path, "current_link_speed"),
         speed_max=_speed(path, "max_link_speed"),
         width=read_number(path, "current_link_width") or None,
-        # sysfs shows 255 for a device that has no link itself.
+        # sysfs shows 255 for a device without a link.
         width_max=width_max if width_max and width_max <= 32 else None,
         numa_node=read_number(path, "numa_node"),
     )
 
 
 def _speed(*parts: str) -> float | None:
-    """Read GT/s from a text such as "16.0 GT/s PCIe"."""
+    """Parse a speed such as "16.0 GT/s PCIe"."""
     match = _DECIMAL.match(read_text(*parts) or "")
     return float(match.group()) if match else None
 
@@ -342,11 +328,8 @@ _DEVICES_MAX = 256
 
 
 def device_of_mount(mount: Mount, sysfs: str) -> str | None:
-    """Return the sysfs directory of the mounted block device; None if there is none.
-
-    btrfs and similar file systems use a separate device number, but the mount's source names the
-    device.
-    """
+    """Return the sysfs directory of the mounted block device; None if there is none. btrfs and
+    similar file systems have separate device numbers, but the mount's source names the device."""
     if not mount.device.startswith("0:"):
         return _resolve(sysfs, "dev/block", mount.device)
     if not mount.source.startswith("/dev/"):
@@ -361,7 +344,7 @@ def device_of_mount(mount: Mount, sysfs: str) -> str | None:
 
 
 def block_stack(top: str) -> tuple[BlockDevice, ...]:
-    """Return `top` (a directory in sysfs) and all devices under it, from the top down."""
+    """Return `top` (a sysfs directory) and all devices under it, from the top down."""
     found: dict[str, BlockDevice] = {}
     waiting = [top]
     while waiting and len(found) < _DEVICES_MAX:
@@ -373,7 +356,6 @@ def block_stack(top: str) -> tuple[BlockDevice, ...]:
 
 
 def _read_device(path: str) -> tuple[BlockDevice, list[str]]:
-    """Read a block device, and the directories of the devices directly below it."""
     name, disk = os.path.basename(path), path
     match = re.match(r"(dm|md|loop)-?[0-9]", name)
     kind = match.group(1) if match else "disk"
@@ -404,7 +386,7 @@ _TIMEOUTS = ("ctrl_loss_tmo", "fast_io_fail_tmo", "reconnect_delay")
 
 
 def namespace_at(device: BlockDevice, sysfs: str) -> Namespace | None:
-    """Read the NVMe namespace behind this block device; None if it is not one."""
+    """Read the NVMe namespace behind this block device; None if it is another device."""
     path, name = device.path, device.name
     if not _HEAD.match(name):
         return None
@@ -440,14 +422,13 @@ def _subsystem_of(controller: str, sysfs: str) -> str | None:
 
 
 def _controllers_of(subsystem: str, sysfs: str) -> list[str]:
-    """Return the directories of the controllers that a subsystem links to."""
     names = [name for name in children(subsystem) if _CONTROLLER.match(name)]
     found = (_resolve(subsystem, name) or _resolve(sysfs, "class/nvme", name) for name in names)
     return list(filter(None, found))
 
 
 def _paths(controller: str, head: str) -> list[Path]:
-    """Return the paths of `head` through the controller in that directory: one or none."""
+    """Return the path of `head` through a controller, if there is one."""
     return [
         _path(os.path.join(controller, name), os.path.basename(controller))
         for name in children(controller)
@@ -466,7 +447,7 @@ def _path(directory: str, controller: str) -> Path:
 
 
 def _subsystem(directory: str | None, controllers: list[str]) -> Subsystem:
-    """Read a subsystem. If its directory is not found, a controller supplies most fields."""
+    """Read a subsystem. Without its directory, most fields are read from a controller."""
     places = [*([directory] if directory else []), *controllers]
 
     def first(attribute: str) -> str | None:
@@ -506,13 +487,13 @@ def _address(text: str) -> dict[str, str]:
 
 
 def _tls(directory: str) -> str | None:
-    """Read whether TLS is on: the kernel shows the serial number of the key in use, or none."""
+    """Read whether TLS is on: then the kernel shows the serial number of the key in use."""
     key = _read(directory, "tls_key")
     return None if key is None else "off" if _NONE.match(key) else "on"
 
 
 def _dhchap(directory: str) -> str | None:
-    """Read whether there is a secret. The secret does not leave this function."""
+    """Read whether there is a secret, without returning the secret."""
     secret = read_text(directory, "dhchap_secret")
     if secret == "none":
         return "off"
@@ -520,7 +501,7 @@ def _dhchap(directory: str) -> str | None:
 
 
 def discover(target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> TargetFabric:
-    """Discover the devices under `target` (absolute, no links; need not exist). Never raises."""
+    """Discover the devices under `target` (absolute, no links, may not exist). Never raises."""
     mount = mount_of(target, read_mounts(mountinfo))
     top = device_of_mount(mount, sysfs) if mount else None
     devices = block_stack(top) if top else ()
@@ -542,8 +523,8 @@ def discover(target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> Ta
 def read_states(fabric: TargetFabric) -> dict[str, ControllerState]:
     """Return the current states of the controllers of `fabric`, by name; two reads per path.
 
-    The list of controllers is not read again. After a reconnect a controller may have another name,
-    or another controller's former name: call `discover` again if one is `ABSENT`.
+    The list of controllers is not updated. Call `discover` again if one is `ABSENT`: after a
+    reconnect it can have another name, even another controller's former name.
     """
     states: dict[str, ControllerState] = {}
     for controller in fabric.controllers:
@@ -562,10 +543,8 @@ def read_states(fabric: TargetFabric) -> dict[str, ControllerState]:
 
 
 def shared_devices(targets: Sequence[str]) -> dict[str, list[str]]:
-    """Return the devices, or file systems without one, that hold several targets, and the targets.
-
-    A device is the lowest in its stack. The targets need not exist.
-    """
+    """Return the lowest devices, or file systems without a device, that hold several targets, with
+    their targets. The targets need not exist."""
     found: dict[str, list[str]] = {}
     for target in targets:
         fabric = discover(os.path.realpath(target))

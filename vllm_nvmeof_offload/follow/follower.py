@@ -1,16 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The follower: a process that fills the foreign table, `python -m …follow.follower SETTINGS FD`.
 
-It is a companion (`child`), also so that its work does not compete with the scheduler's. It only
-reads.
+It is a companion (`child`), so that it does not compete with the scheduler, and opens all files
+read-only. `TargetScan` finds other engines' regions on one target. A `_Region` keeps the rows of
+one region, which it reads from a `Source`. The rows are hints, so no file is locked: an entry that
+is being written fails its CRC and is read again in the next pass.
 
-`TargetScan` finds other engines' regions on one target. A `_Region` keeps the rows of one region,
-which it reads from a `Source`. The rows are hints, so nothing is locked or waited for: an entry
-that is being written fails its CRC and is read again in the next pass. All files are opened
-read-only.
-
-Most regions are idle most of the time. One call checks all idle regions' logs for new records, and
-only regions with new records are read before the next discovery.
+Most regions are idle. One call checks all idle regions' logs for new records, and only regions with
+new records are read before the next discovery.
 """
 
 from __future__ import annotations
@@ -51,36 +48,34 @@ from vllm_nvmeof_offload.pool.format import (
 from vllm_nvmeof_offload.pool.log import LOG_PAGES_MAX
 from vllm_nvmeof_offload.pool.takeover import Takeover
 
-#: A killed follower is replaced after this time.
+#: The delay before a killed follower is replaced.
 _RESTART_S = 5.0
-#: The interval of scans, in milliseconds. The median delay until a write is seen is half of it.
-#: Polls of ten idle regions then take 0.34 % of a core (docs/benchmarks.md). A follower with slower
-#: polls waits longer, so that polls take at most 2 %.
+#: The interval of scans, in milliseconds. Polls of ten idle regions take 0.34 % of a core. A
+#: follower with slower polls waits longer, so that polls take at most 2 %.
 FOLLOW_MS = 100.0
-#: Followed regions use at most 1/32 of memory, so eight engines per host use at most a quarter.
+#: Followed regions use at most 1/32 of the memory: a quarter with eight engines per host.
 _MEMORY_PART = 32
 #: Scans of all targets together take at most this share of a core.
 _CPU_SHARE_MAX = 0.02
-#: The interval at which a target is searched for engines, and their locks are probed.
+#: The interval of searches for engines on a target, and of probes of their locks.
 DISCOVERY_S = 1.0
-#: This many idle regions are examined at each discovery, in turn. Only this examination finds
+#: The number of idle regions examined per discovery, in rotation. Only this examination finds
 #: silently replaced files and released locks.
 EXAMINED = 20
-#: With several ranks, an entry is offered this long after it was first seen, because the other
-#: ranks may still be writing their parts.
+#: With several ranks, an entry is offered only after this time, because the other ranks may still
+#: be writing their parts.
 YOUNG_S = 0.05
-#: Errors meaning that the region was removed or is not ours to read. After others, its rows stay.
+#: Errors of a region that was removed or is not ours to read. After other errors its rows stay.
 _GONE = frozenset(
     {errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP}
 )
 _PREFIX = "engine-"
 #: A table that has not changed for QUIET_S is read only every QUIET_READ_S.
 QUIET_S, QUIET_READ_S = 1.0, 5.0
-#: A table with a log is still scanned at this interval if its file has changed, because records may
-#: be lost.
+#: A table with a log is scanned at this interval if its file has changed, in case of lost records.
 RESCAN_S = 30.0
 #: An owner on another host syncs its table every second. Entries logged before the log's end was
-#: found may reach the table only then, so the table is scanned once more after this time.
+#: found reach the table only then, so the table is scanned again after this time.
 SYNCED_S = 2.0
 
 
@@ -88,10 +83,9 @@ SYNCED_S = 2.0
 class Scope:
     """The regions to follow.
 
-    `targets` are our directories, ordered by their numbers, `keyspace` is a digest, and
-    `engine_index` is our engine, which is left out. The first `ranks` of each engine are followed:
-    as many as the largest set of our ranks has, because each member of a set holds chunks that the
-    others lack, or 1 without sets.
+    `targets` are our directories, ordered by their numbers. `keyspace` is a digest. `engine_index`
+    is our engine, which is left out. The first `ranks` of each engine are followed: 1, or the size
+    of our largest set of ranks, because each member of a set holds chunks that the others lack.
     """
 
     targets: tuple[Path, ...]
@@ -103,27 +97,26 @@ class Scope:
 class Source:
     """Fills a region's `rows` from its files: its table, and its log if it has one.
 
-    A scan reads the whole table, which costs 9 ms per million entries. A table whose file has not
-    changed for a while is scanned less often, but still scanned: the kernel sets a file's time
-    before it copies the bytes, so a scan that sees the new time may still miss the change.
+    A scan reads the whole table, in 9 ms per million entries. A table whose file has not changed
+    for a while is scanned less often, but still scanned: the kernel sets a file's time before it
+    copies the bytes, so a scan that sees the new time can still miss the change.
 
-    A region with a log is scanned once, and then its log is polled. If nothing was written, that
-    costs one read of 4 KiB. A reader that falls a lap behind detects this from the page numbers
-    and scans again (`pool.log`).
+    A region with a log is scanned once, and then its log is polled, with one read of 4 KiB if
+    nothing was written. A reader that falls a lap behind detects this from the page numbers and
+    scans again (`pool.log`).
 
     The owner writes the table entry before the log record. Another host sees the entry only after
-    the owner has synced the table, so a scan there does not undo what the log reported since the
-    previous scan.
+    the owner has synced the table, so a scan there does not undo changes that the log reported
+    since the previous scan.
 
-    Files that another host may write are read with O_DIRECT, because this host's page cache may
-    not show what was written. Reopening them to read their times makes a network file system query
-    its server. Data written by this host's own kernel is in its page cache.
+    Files that another host writes are read with O_DIRECT, because this host's page cache may be
+    stale, and are reopened to read their times, so that a network file system asks its server.
     """
 
     def __init__(
         self, directory: Path, superblock: Superblock, rows: ForeignRegion, table: ForeignWriter
     ) -> None:
-        """Read the region in `directory` into `rows` of `table`. Opens nothing before a poll."""
+        """Read the region in `directory` into `rows` of `table`, from the first poll on."""
         self.rows, self.superblock, self._table = rows, superblock, table
         self._table_path, self._log_path = directory / TABLE_FILE, directory / LOG_FILE
         self._pages = superblock.log_pages
@@ -134,14 +127,14 @@ class Source:
         self._rescan_s = float("-inf")
 
     def begin(self, epoch: int, from_now: bool) -> None:
-        """Start over with a scan. The arguments are as in `ForeignRegion.begin`."""
+        """Start over with a scan. The arguments are those of `ForeignRegion.begin`."""
         self.rows.begin(self._table, epoch, from_now)
         self._is_found = False
         self._scanned_s = float("-inf")
 
     def poll(self, now_s: float) -> bool:
-        """Apply new entries. Returns whether the log reports a new superblock. Raises OSError if a
-        file cannot be read; entries that were already offered stay."""
+        """Apply new entries. Return whether the log reports a new superblock. Raises OSError if a
+        file cannot be read; entries already offered stay."""
         if self._log_fd < 0 and self._pages:
             with contextlib.suppress(FileNotFoundError):
                 self._log_fd = _open(self._log_path, self._is_direct)
@@ -164,19 +157,18 @@ class Source:
         return why == self.rows.RESET
 
     def log_fd(self) -> int:
-        """Return the descriptor of a log that `ForeignRegion.with_news` can check instead of a
-        poll, or -1."""
+        """Return the log's descriptor if `ForeignRegion.with_news` can replace a poll, or -1."""
         return self._log_fd if self._is_found and not self._is_direct else -1
 
     def close(self) -> None:
-        """Close the files. The next poll reopens them: the path may lead to other files by then."""
+        """Close the files. The next poll opens the files that the path then leads to."""
         for fd in (self._table_fd, self._log_fd):
             if fd >= 0:
                 os.close(fd)
         self._table_fd = self._log_fd = -1
 
     def _find(self, now_s: float, log_is_ahead: bool) -> None:
-        """Find the log's end, then scan, so that each entry is in the scan or the later log."""
+        """Find the log's end, then scan: each entry is in the scan or in the later log."""
         self._is_found = False
         _check(self.rows.seek_log(self._log_fd, self._pages))
         self._scan(now_s, log_is_ahead)
@@ -195,14 +187,12 @@ class Source:
             self.rows.ripen(self._table, int(now_s * 1e9))
 
     def _scan(self, now_s: float, log_is_ahead: bool) -> None:
-        """Read the table. `log_is_ahead` is as in `ForeignRegion.scan`."""
         changed_ns = self._table_ns()
         found = self.rows.scan(self._table, self._table_fd, int(now_s * 1e9), log_is_ahead)
         _check(found)
         self._scanned_s, self._scanned_ns = now_s, changed_ns
 
     def _table_ns(self) -> int:
-        """Return the table's modification time, by its file system's clock."""
         if self._is_direct and self._table_fd >= 0:
             os.close(self._table_fd)
             self._table_fd = -1
@@ -221,7 +211,7 @@ def _check(error: int) -> None:
 
 
 class _Region:
-    """One region: its superblock, its lock, and its rows once it has an owner."""
+    """One region: its superblock, its lock, and, if it has an owner, its rows."""
 
     def __init__(self, scope: Scope, name: RegionName, space: Folder, table: ForeignWriter) -> None:
         part = f"{_PREFIX}{name.engine}/rank-{name.rank}"
@@ -231,13 +221,12 @@ class _Region:
         self.is_held = False
         #: Whether to skip the region until the next discovery.
         self.has_failed = False
-        #: Whether to check the superblock file even if the region has a log.
+        #: Whether to check the superblock's file even if the region has a log.
         self.is_due = True
-        #: Whether the region is idle: all its entries are known, and its log reports new ones.
+        #: Whether the region is idle: its entries are known, and its log reports new ones.
         self.rests = False
         self._scope, self._table = scope, table
         self._takeover = Takeover()
-        # Joined only once, because they are used many times per second.
         self._superblock_path = self.place / SUPERBLOCK_FILE
         self._superblock_seen = (0, 0)
         self._source: Source | None = None
@@ -246,13 +235,13 @@ class _Region:
     def read_superblock(self) -> bool:
         """Read the superblock if it was replaced; return whether it was.
 
-        Raises OSError (one of `_GONE` if there is none for us), PoolFormatError if the superblock
-        is damaged or belongs to another region.
+        Raises: OSError: one of `_GONE` if there is none for us. PoolFormatError: the superblock is
+        damaged or belongs to another region.
         """
         known = self.superblock
         is_leased = known is not None and known.is_leased
         # A log reports a new superblock's epoch at once. Checking the file is most of the cost of
-        # an idle region, and on another host's file system it is a request to that host.
+        # an idle region, and a request to the server of a network file system.
         if known is not None and (known.log_pages or is_leased) and not self.is_due:
             return False
         seen = _stamp_of(self._superblock_path, reopen=is_leased)
@@ -271,14 +260,11 @@ class _Region:
         return True
 
     def look_at_owner(self) -> None:
-        """Update `is_held`: whether a process holds the region."""
         self.is_held = self._takeover.look(self.place).may_live
 
     def follow(self, wanted: Wanted, now_s: float) -> tuple[int, bool]:
-        """Update the rows to match `wanted`. Returns their number, and whether they were restarted.
-
-        Raises OSError as `Source.poll` does.
-        """
+        """Update the rows to match `wanted`. Return their number, and whether they were restarted.
+        Raises OSError as `Source.poll` does."""
         takes_all = wanted.version == self._table.version_of_all
         if takes_all and self._begun is not None and self._begun.version != wanted.version:
             self.leave()  # entries that were left out now count too
@@ -295,12 +281,11 @@ class _Region:
         return source.rows.rows, begins
 
     def log(self) -> tuple[ForeignRegion, int]:
-        """Return an idle region's rows, and the descriptor of the log that they follow."""
         assert self._source is not None
         return self._source.rows, self._source.log_fd()
 
     def _source_of(self, owner: int) -> Source:
-        """Return the source of this owner's rows, in a table of the current shape."""
+        """Return the source of this owner's rows, for the superblock's current shape."""
         now, source = self.superblock, self._source
         assert now is not None
         belongs = self._begun is not None and self._begun.owner == owner
@@ -317,21 +302,19 @@ class _Region:
         return source
 
     def leave(self) -> None:
-        """Withdraw all rows."""
         self.close()
         if self._source is not None:
             self._source.begin(0, False)
         self._begun = self._source = None
 
     def close(self) -> None:
-        """Close the files, as `Source.close` does."""
         self.rests = False
         if self._source is not None:
             self._source.close()
 
 
 class TargetScan:
-    """Follows one target's regions. Each target has a separate thread, because it may hang."""
+    """Follows one target's regions, on a thread of its own, because a target can hang."""
 
     def __init__(
         self,
@@ -341,7 +324,7 @@ class TargetScan:
         owners: Owners,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` is monotonic, in seconds: the clock that the table's readers use."""
+        """`clock` must be the clock of the table's readers: monotonic, in seconds."""
         self._scope = scope
         self._target = target
         self._space = Folder.nowhere(scope.targets[target] / scope.keyspace)
@@ -355,7 +338,7 @@ class TargetScan:
         self._logged = ""
 
     def scan(self) -> float:
-        """Check every region once. Return the CPU seconds used, excluding regions' first scans."""
+        """Check every region once. Return the CPU seconds used, without regions' first scans."""
         begun_s, first_s = time.thread_time(), 0.0
         now_s = self._clock()
         self._owners.ask(self._table.version_asked)
@@ -369,7 +352,6 @@ class TargetScan:
         return time.thread_time() - begun_s - first_s
 
     def _restless(self) -> list[_Region]:
-        """Return the regions that may have new entries."""
         regions = list(self._regions.values())
         if self._changes != self._owners.changes:
             self._changes = self._owners.changes
@@ -380,7 +362,7 @@ class TargetScan:
         return [region for region in regions if not region.rests]
 
     def _due(self) -> list[_Region]:
-        """Return the regions to examine now: all that are not idle and, in turn, some that are."""
+        """Return the regions to examine: all that are not idle and, in rotation, idle ones."""
         regions = list(self._regions.values())
         rest = [region for region in regions if region.rests]
         begin, self._examined = self._examined, self._examined + EXAMINED
@@ -388,7 +370,7 @@ class TargetScan:
         return [region for region in regions if not region.rests] + [rest[at] for at in turn]
 
     def _discover(self) -> None:
-        """Find the regions on the target, and which of them a process holds."""
+        """Find the regions on the target, and whether a process holds each."""
         engines: set[int] = set()
         try:
             self._space.renew()
@@ -421,7 +403,7 @@ class TargetScan:
                 self._owners.found(region.name, region.superblock, region.is_held)
 
     def _look_at(self, region: _Region, now_s: float) -> float:
-        """Scan one region; return the CPU seconds if that was a first scan, else 0."""
+        """Scan one region; return the CPU seconds if this was its first scan, else 0."""
         begun_s = time.thread_time()
         try:
             if region.read_superblock():
@@ -449,14 +431,12 @@ class TargetScan:
             self._log(f"{region.directory}: {error.strerror}")
 
     def _log(self, line: str) -> None:
-        """Log an error of the target, unless it repeats the last one."""
         if line != self._logged:
             self._logged = line
             print(f"share: {line}", file=sys.stderr, flush=True)
 
 
 def _engines_in(space: Path) -> set[int]:
-    """Return the numbers of the engines' directories. Raises OSError if that fails."""
     names = (name for name in os.listdir(space) if name.startswith(_PREFIX))
     numbers = (name.removeprefix(_PREFIX) for name in names)
     return {int(text) for text in numbers if text.isdecimal() and str(int(text)) == text}
@@ -467,8 +447,8 @@ def _shape_of(superblock: Superblock) -> tuple[object, ...]:
 
 
 def _stamp_of(path: Path, reopen: bool = False) -> tuple[int, int]:
-    """Return a value that changes when a file is written or replaced. Raises OSError. If `reopen`,
-    open the file to ask a network file system's server, instead of this host's cache."""
+    """Return a value that changes when a file is written or replaced. Raises OSError. `reopen`
+    opens the file, so that a network file system asks its server instead of this host's cache."""
     if reopen:
         fd = open_private(path, os.O_RDONLY)
         try:
@@ -481,11 +461,8 @@ def _stamp_of(path: Path, reopen: bool = False) -> tuple[int, int]:
 
 
 def start_follower(scope: Scope, fd: int, follow_ms: float = FOLLOW_MS) -> Companion:
-    """Follow the regions in `scope`.
-
-    `fd` is an empty memfd, which holds a table on return, so that a reader can be opened; the
-    caller may close it at any time. `follow_ms` is the interval of scans.
-    """
+    """Follow the regions in `scope`. `fd` is an empty memfd, which holds a table on return; the
+    caller may close it at any time. `follow_ms` is the interval of scans."""
     ForeignWriter(fd, ROWS_MIN)
     settings = {"scope": asdict(scope), "follow_ms": follow_ms}
     command = [*child_command("follow.follower"), json.dumps(settings, default=str)]
@@ -493,19 +470,19 @@ def start_follower(scope: Scope, fd: int, follow_ms: float = FOLLOW_MS) -> Compa
 
 
 def pause_s(follow_s: float, share: float, scan_s: float) -> float:
-    """Return the seconds to wait after a scan that took `scan_s` of CPU, so that scans take at most
-    `share` of a core."""
+    """Return the pause after a scan that took `scan_s` of CPU, so that scans take at most `share`
+    of a core."""
     return max(follow_s, scan_s / share)
 
 
 def _run(scan: TargetScan, follow_s: float, share: float) -> None:
-    """Scan one target until the process exits. `share` is this target's share of a core."""
+    """Scan one target until the process exits. `share` is the target's share of a core."""
     never = threading.Event()
     try:
         while True:
             never.wait(pause_s(follow_s, share, scan.scan()))
     finally:
-        # Without these scans the table would silently become outdated. A new follower starts.
+        # Without these scans the table would silently become outdated, so a new follower starts.
         traceback.print_exc()
         os._exit(1)
 

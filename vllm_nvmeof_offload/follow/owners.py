@@ -2,9 +2,9 @@
 """The owners: other engines whose pools are entirely on our targets, and their records.
 
 An owner is an `engine-K` directory together with its pool's uuids. Its number is part of its
-chunks' places and is never reused. A pool that disappears and returns gets the same number,
-even from a later follower. Each target's thread adds the regions that it finds. An owner is
-complete once all its regions were scanned under the epochs in their ranks' newest superblocks.
+chunks' places and is never reused; a pool that disappears and returns keeps its number, even with
+another follower. Each target's thread adds the regions that it finds. An owner is complete when all
+its regions were scanned under the epochs in their ranks' newest superblocks.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from vllm_nvmeof_offload.units import format_bytes
 
 #: The initial capacity of the table, in rows.
 ROWS_MIN = 1 << 16
-#: The highest owner number. Numbers start at 1, and the table has no room for more records.
+#: The highest owner number, by the table's room for records. Numbers start at 1.
 OWNERS_MAX = 8191
-#: The most slots of all owners together. The table can address this many even while it grows.
+#: The most slots of all owners together, which the table can address even while it grows.
 SLOTS_MAX = 1 << 28
 #: The memory per followed slot: 25 bytes in the follower, and up to 96 in the table, which is three
-#: eighths full after it has grown and keeps its former half for look-ups in progress.
+#: eighths full after it grew and keeps its former half for look-ups in progress.
 BYTES_PER_SLOT = 128
 NONE, SCANNING, COMPLETE, DEAD = range(4)
-#: A starting server creates its regions one after another, so nothing is logged for this long.
+#: The delay before a log line, because a starting server creates its regions one after another.
 _PATIENCE_S = 5.0
 _NO_TAG = bytes(TAG_BYTES)
 
@@ -44,11 +44,9 @@ class RegionName(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The rows that a region should have in the foreign table.
-
-    `owner` is its number. Only entries of `epoch` count. `version` is the requested version: only
-    entries written since then count, unless it is the table's `version_of_all`.
-    """
+    """The rows that a region should have in the foreign table: the entries of `epoch` of the owner
+    numbered `owner`, and only those written since `version`, unless that is the table's
+    `version_of_all`."""
 
     owner: int
     epoch: int
@@ -57,7 +55,7 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class _Part:
-    """One region. `done` is what its rows satisfied after a complete scan."""
+    """One region. `done` is the request that its rows met after a complete scan."""
 
     superblock: Superblock
     is_held: bool
@@ -66,7 +64,7 @@ class _Part:
 
 
 class _Pool(NamedTuple):
-    """The combined contents of an engine's superblocks. `tag` is zero while the ranks' differ."""
+    """The combined superblocks of an engine. `tag` is zero while the ranks' tags differ."""
 
     uuids: tuple[bytes, ...]
     epochs: tuple[int, ...]
@@ -75,7 +73,7 @@ class _Pool(NamedTuple):
 
 @dataclass(slots=True)
 class _Engine:
-    """An engine. `pool` is None if it is not followed; `left_out` says why, and since when."""
+    """An engine. If it is not followed, `pool` is None and `left_out` is the reason and time."""
 
     parts: dict[tuple[int, int], _Part] = field(default_factory=dict)
     pool: _Pool | None = None
@@ -98,18 +96,16 @@ class Owners:
         clock: Callable[[], float],
         slots_max: int = SLOTS_MAX,
     ) -> None:
-        """Follow the first `ranks` of each engine. `clock` is monotonic, in seconds.
-
-        `slots_max` bounds all owners together; an engine with more slots than are left is not
-        followed. The owners of an earlier follower are absent until they are found again.
-        """
+        """Follow the first `ranks` of each engine. `clock` is monotonic, in seconds. `slots_max`
+        bounds all owners together; an engine with more slots than are left is not followed. The
+        owners of an earlier follower are absent until they are found again."""
         self._table = table
         self._ranks = ranks
         self._slots_max = slots_max
         self._clock = clock
         self._lock = threading.Lock()
         self._version = table.version_asked
-        #: Increments whenever `wanted` may return another answer.
+        #: Incremented whenever an answer of `wanted` can change.
         self.changes = 0
         self._engines: dict[int, _Engine] = {}
         self._numbers: dict[tuple[int, tuple[bytes, ...]], int] = {}
@@ -124,7 +120,6 @@ class Owners:
             table.set_owner(self._last, gone)
 
     def ask(self, version: int) -> None:
-        """Start over with every owner if `version` is new."""
         with self._lock:
             if version != self._version:
                 self._version = version
@@ -133,7 +128,7 @@ class Owners:
                     self._settle(engine)
 
     def found(self, region: RegionName, superblock: Superblock, is_held: bool) -> None:
-        """Add or update a region on a target. `is_held`: whether a process holds the region."""
+        """Add or update a region on a target. `is_held` is whether a process holds it."""
         with self._lock:
             parts = self._engines.setdefault(region.engine, _Engine()).parts
             part = parts.setdefault(region[1:], _Part(superblock, is_held))
@@ -141,7 +136,6 @@ class Owners:
             self._settle(region.engine)
 
     def lost(self, region: RegionName) -> None:
-        """Remove a region that is no longer on the target."""
         with self._lock:
             engine = self._engines.get(region.engine)
             if engine is not None and engine.parts.pop(region[1:], None) is not None:
@@ -150,13 +144,13 @@ class Owners:
                     del self._engines[region.engine]
 
     def wanted(self, region: RegionName) -> Wanted | None:
-        """Return the rows that the region should have; None if it has no owner and so no rows."""
+        """Return the rows that the region should have; None if it has no owner."""
         with self._lock:
             engine = self._engines.get(region.engine)
             return None if engine is None else self._wanted(engine, region.rank)
 
     def scanned(self, region: RegionName, done: Wanted, rows: int) -> None:
-        """Record that the region's rows in the table match `done`, after a complete scan."""
+        """Record that a complete scan has put the rows of `done` into the table."""
         with self._lock:
             engine = self._engines[region.engine]
             part = engine.parts[region[1:]]
@@ -172,7 +166,7 @@ class Owners:
         return Wanted(engine.number, pool.epochs[rank], self._version)
 
     def _settle(self, index: int) -> None:
-        """Update the engine's owner, and write its record if it changed."""
+        """Update the engine's owner, and write its record if that has changed."""
         engine = self._engines[index]
         pool, why_not = _pool_of(engine.parts, self._ranks)
         others = (one for one in self._engines.values() if one is not engine and one.pool)
@@ -202,7 +196,7 @@ class Owners:
         self._write(index, engine, pool, state)
 
     def _number(self, owner: tuple[int, tuple[bytes, ...]]) -> int:
-        """Return the owner's number, or 0 if all are used up."""
+        """Return the owner's number, or 0 if all numbers are used."""
         index, uuids = owner
         former = 0 if owner in self._numbers else self._former.pop((index, uuids[0]), 0)
         if former:
@@ -220,7 +214,7 @@ class Owners:
             self._table.set_owner(engine.number, OwnerRecord(*record))
 
     def _log(self, index: int, engine: _Engine, why_not: str) -> None:
-        """Log once why an engine is not followed, after this has lasted for a while."""
+        """Log once why an engine is not followed, if the reason persists."""
         if engine.left_out[0] != why_not:
             engine.left_out = why_not, self._clock()
         is_old = self._clock() - engine.left_out[1] >= _PATIENCE_S

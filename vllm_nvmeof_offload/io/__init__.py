@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""I/O engines, which move whole slots between staging and the pool."""
+"""I/O engines, which move slots between staging and the pool."""

@@ -1,25 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract of an I/O engine, which moves whole slots between staging and the pool.
+"""The contract of an I/O engine, which moves slots between staging and the pool.
 
-An engine only moves slots, asynchronously. The native machine (native/machine/io_queue.h) handles
-deadlines, bounds and order. It submits only what the engine has room for, and gives an operation an
-outcome at its deadline even if the engine has not answered. Operations of one kind start in the
-order of their submission.
-
-Each operation yields one `Completion`, however late, unless `cancel` has removed it. Until then its
+The native machine (native/machine/io_queue.h) handles deadlines, bounds and order. It submits only
+operations that the engine has room for, and gives an operation an outcome at its deadline even if
+the engine has not answered. Operations of one kind start in the order of their submission. Each
+operation yields one `Completion`, however late, unless `cancel` has removed it; until then its
 buffer belongs to the engine.
 
 The engine requeues the remainder of a short transfer. A transfer that makes no progress ends with
 IO_ERROR, whose errno is 0 if no byte was moved.
 
 * A slot write seals the slot (header and payload CRC-32C, `pool.format`), writes header page and
-  payload, and then the slot's table entry, so that an entry never precedes its data. Then the
-  entry is logged (`pool.log`); the operation does not wait for that.
-* A slot read reads the same bytes and verifies them against `identity`, length, place and share
-  tag: damaged bytes are CHECKSUM_MISMATCH, and intact bytes that differ in one of these are
-  STALE. With `header_only` an engine may leave the payload check to the copy.
-* A read of another engine's region does the same with that region's files and place. Nothing is
-  ever written there.
+  payload, and then the slot's table entry, so that an entry never precedes its data. The entry is
+  logged afterwards (`pool.log`); the operation does not wait for that.
+* A slot read verifies header and payload against `identity`, length, place and share tag: damaged
+  bytes are CHECKSUM_MISMATCH, and intact bytes that differ in one of these are STALE. With
+  `header_only` an engine may leave the payload check to the copy.
+* A read of another engine's region uses that region's files and place. Nothing is ever written
+  there.
 * Each operation has its own payload length. The rest of the slot is not touched.
 """
 
@@ -43,12 +41,12 @@ from vllm_nvmeof_offload.protocol import TAG_BYTES, OpKind, SlotIdentity, Urgenc
 class IoOp:
     """One I/O operation.
 
-    `token` is the caller's number, unique among operations in flight. `place` may be in another
-    engine's region (`attach_region`), but only for reads. `kind` is WRITE, LOAD, FETCH or RESET;
-    LOAD and FETCH read. A RESET writes the newest superblock to the target of `place`
-    (`pool.write_superblock`), logs its epoch before it ends, and has no `identity`, `address` or
-    `stamp`. `address` is the staging address of the slot's header page, which the payload follows.
-    `payload_bytes` is at most a slot's capacity, and is transferred in whole pages.
+    `token` is unique among operations in flight. The `place` of a read may be in another engine's
+    region (`attach_region`). `kind` is WRITE, LOAD, FETCH or RESET; LOAD and FETCH read. A RESET
+    writes the newest superblock to the target of `place` (`pool.write_superblock`), logs its epoch
+    before it ends, and has no `identity`, `address` or `stamp`. `address` is the staging address of
+    the slot's header page, before the payload. `payload_bytes` is at most a slot's capacity, and is
+    transferred in whole pages.
     """
 
     token: int
@@ -60,15 +58,15 @@ class IoOp:
     payload_bytes: int
     #: A write stores the stamp; a read accepts only chunks with the stamp's tag.
     stamp: Stamp | None = None
-    #: WRITE only: the payload's CRC-32C, if the copy into staging computed it; if None, the engine
-    #: computes it.
+    #: WRITE only: the payload's CRC-32C from the copy into staging; if None, the engine computes
+    #: it.
     payload_crc: int | None = None
-    #: WRITE only: no other rank of the set has the chunk; header and table entry record this.
+    #: WRITE only: whether no other rank of the set has the chunk, for header and table entry.
     single_copy: bool = False
-    #: WRITE only: as in `WriteCommand`; header and table entry record it.
+    #: WRITE only: the client of `WriteCommand`, for header and table entry.
     client: int = 0
-    #: Reads only: the copy verifies the payload, so the engine may verify only the header if its
-    #: completion reports the CRC that the payload must have.
+    #: Reads only: the copy verifies the payload, so the engine need only verify the header if its
+    #: completion reports the payload's expected CRC.
     header_only: bool = False
 
     @property
@@ -80,9 +78,9 @@ class IoOp:
 class Completion:
     """The end of an operation, after which nothing touches its buffer.
 
-    `ended_s` is the time of the end by `time.monotonic`, possibly long before `poll`; None if
-    unknown. After a successful read with `header_only`, `payload_crc` is the CRC-32C from the
-    header, or None if the payload was verified.
+    `ended_s` is the end's `time.monotonic`, possibly long before `poll`; None if unknown. After a
+    successful read with `header_only`, `payload_crc` is the CRC-32C from the header, or None if the
+    payload was verified.
     """
 
     token: int
@@ -92,23 +90,20 @@ class Completion:
 
 
 class ForeignSlab(NamedTuple):
-    """The slab of another engine's region on one of our targets, open for reading.
-
-    `uuid` is the region's, 16 bytes. Its slots are as large as ours. The descriptor is open for
-    O_DIRECT if our slab's is, or if the region is leased.
-    """
+    """The slab of another engine's region on one of our targets, open for reading, with O_DIRECT if
+    our slab is or if the region is leased. `uuid` is the region's, 16 bytes. Its slots are as large
+    as ours."""
 
     fd: int
     uuid: bytes
     rank: int
 
     def place(self, slot: int) -> SlotPlace:
-        """Return the place that the header of a slot must name."""
         return SlotPlace(self.uuid, self.rank, slot)
 
 
 class Room(NamedTuple):
-    """The number of operations of each kind that an engine can take now. A RESET needs no room."""
+    """The number of operations that an engine can take now. A RESET needs no room."""
 
     reads: int
     writes: int
@@ -122,14 +117,13 @@ class Lanes(Protocol):
 
 
 class IoEngine(Protocol):
-    """A submit/poll interface for the pipeline's thread. No room is an answer, not an error."""
+    """A submit/poll interface for the pipeline's thread."""
 
     #: The engine and its mode, for display and metrics: "threads", "uring (registered)", …
     name: str
 
     @property
-    def stamp(self) -> Stamp:
-        """Return the stamp of new writes; see `Pool.stamp`."""
+    def stamp(self) -> Stamp: ...
 
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
         """Begin a reset, as `Pool.begin_reset` does; one RESET per target follows."""
@@ -140,36 +134,25 @@ class IoEngine(Protocol):
     def attach(self) -> Lanes:
         """Let the machine drive reads and writes; `submit` and `poll` then only handle resets."""
 
-    def room(self) -> Room:
-        """Return how many operations may be submitted now."""
+    def room(self) -> Room: ...
 
     def submit(self, ops: Sequence[IoOp]) -> None:
-        """Accept operations; never blocks.
-
-        The caller never has a RESET and a write of the same target in flight together. A RESET ends
-        with CANCELLED if a newer superblock replaced it.
-        """
+        """Accept operations, without blocking. The caller never has a RESET and a write of the same
+        target in flight together. A RESET ends with CANCELLED if a newer superblock replaced it."""
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
-        """Remove operations that have not started, so they never complete; return their tokens.
+        """Remove operations that have not started, which then never complete; return their tokens.
+        The others continue, but their outcomes are ignored, and a write adds no table entry."""
 
-        Other operations continue, but their outcomes are ignored, and a write adds no table entry.
-        """
-
-    def poll(self) -> list[Completion]:
-        """Return the completions since the last call."""
+    def poll(self) -> list[Completion]: ...
 
     def replace_target(self, target: int) -> None:
-        """Use the pool's current files of `target` for later operations.
-
-        Earlier operations use the old files, which stay open until those operations have ended.
-        """
+        """Use the pool's current files of `target` for later operations. The old files stay open
+        until earlier operations have ended."""
 
     def attach_region(self, owner: int, target: int, region: ForeignSlab) -> None:
-        """Use `region` for later reads of the owner's slots on this target.
-
-        The descriptor stays open until it is replaced or detached and all earlier reads have ended.
-        """
+        """Use `region` for later reads of the owner's slots on this target. Its descriptor stays
+        open until it is replaced or detached and all earlier reads have ended."""
 
     def detach_region(self, owner: int, target: int) -> None:
         """Make later reads of the owner's slots on this target fail with EBADF."""
@@ -178,14 +161,11 @@ class IoEngine(Protocol):
         """Return an eventfd that is readable while `poll` may have something to return."""
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop. Returns True if nothing is left in flight; otherwise threads and buffers stay.
-
-        Operations that have not started end with CANCELLED.
-        """
+        """Stop. Operations that have not started end with CANCELLED. Return True if nothing is left
+        in flight; otherwise threads and buffers stay."""
 
 
 def end_of(one: Completion) -> tuple[int, int, int, float, int, bool]:
-    """Return a completion in the native machine's form."""
     crc = -1 if one.payload_crc is None else one.payload_crc
     return one.token, code_of(one.outcome.kind), one.outcome.errno, one.ended_s or 0.0, crc, True
 
@@ -195,13 +175,13 @@ def reset_op(token: int, target: int) -> IoOp:
 
 
 class Waker:
-    """An eventfd that any thread can set. It is closed once nothing refers to this object."""
+    """An eventfd that any thread can set; closed when nothing refers to this object."""
 
     def __init__(self) -> None:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self.fd).atexit = False
 
-    # Each turn of the pipeline calls these, and `contextlib.suppress` would double their cost.
+    # Called in each turn of the pipeline; `contextlib.suppress` would double the cost.
 
     def wake(self) -> None:
         try:  # noqa: SIM105
@@ -217,7 +197,7 @@ class Waker:
 
 
 class NoIoEngine:
-    """The engine of a server without a pool. It completes resets; all else fails with ENODEV."""
+    """The engine of a server without a pool: resets succeed, and all else fails with ENODEV."""
 
     name = "none"
     stamp = Stamp(0, bytes(TAG_BYTES))
@@ -275,13 +255,13 @@ def _find_allowed() -> frozenset[int]:
 
 
 #: The CPUs for I/O threads: those that this process or its parent may use at import time. vLLM's
-#: CPU worker binds its threads to cores for OpenMP. A new thread inherits its creator's binding, so
-#: eight I/O threads would share one core with the model's busiest thread. The parent is not bound
-#: for OpenMP, and a user's taskset or cpuset still applies.
+#: CPU worker binds its threads to cores for OpenMP, which new threads inherit, so all I/O threads
+#: would share one core with the model's busiest thread. Its parent has only a user's taskset or
+#: cpuset.
 ALLOWED_CPUS = _find_allowed()
 
 
 def unbind_this_thread() -> None:
-    """Let the calling thread run on every allowed CPU; failure is harmless."""
+    """Let the calling thread run on every allowed CPU. A failure is harmless."""
     with contextlib.suppress(OSError):
         os.sched_setaffinity(0, ALLOWED_CPUS)

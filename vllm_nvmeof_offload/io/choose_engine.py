@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The choice of an I/O engine that works on this machine, and the fallbacks.
-
-`choose_io_engine` tries io_uring with registered staging, then io_uring without, then threads. Each
-fallback is logged as one warning that names the cause and the remedy, and is returned as one line.
-"""
+"""The choice of an I/O engine that works on this machine, and its fallbacks."""
 
 from __future__ import annotations
 
@@ -23,13 +19,12 @@ from vllm_nvmeof_offload.units import format_bytes
 def choose_io_engine(
     wanted: str, pool: Pool, memory: memoryview, base_address: int, tuning: Tuning
 ) -> tuple[IoEngine, tuple[str, ...]]:
-    """Set up the best engine that works here; return it and its fallbacks.
+    """Set up the first engine that works here: io_uring with registered staging, io_uring without,
+    or threads. Return it and its fallbacks.
 
-    `wanted` is "auto", "uring" to fail rather than use threads, or "threads" to try no other. A
-    fallback is a line that names what runs slower than it could, and why.
-
-    Raises:
-        EngineError: `wanted` is "uring", and the kernel refuses io_uring.
+    `wanted` is "auto", "uring" to fail rather than use threads, or "threads" to try no other. Each
+    fallback is one line, also logged as a warning, that names the cause and the remedy. Raises:
+    EngineError: `wanted` is "uring", and the kernel refuses io_uring.
     """
     fallbacks: list[str] = []
     for how in (How.REGISTERED, How.UNREGISTERED) if wanted != "threads" else ():

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The I/O engine of a pool: one ring and one thread per target, in C++ (`native/`).
 
-A ring is an io_uring, or a few threads where the kernel or a container's seccomp profile forbids
-io_uring. Both share the code that seals and verifies slots, and that writes table entries and logs.
+A ring is an io_uring, or a few threads if io_uring is forbidden. Both use the same code to seal and
+verify slots, and to write table entries and logs.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _NO_CRC = -1
 class How(enum.Enum):
     """The ways to move slots. Each value is the engine's name.
 
-    REGISTERED registers staging with io_uring once, so that the kernel does not pin its pages for
-    every operation. All targets' rings share the registration if the kernel supports that.
+    REGISTERED registers staging with io_uring once, so that the kernel does not pin pages per
+    operation. All targets' rings share the registration if the kernel supports it.
     """
 
     REGISTERED = "io_uring (registered, {})"
@@ -82,9 +82,8 @@ class NativeIoEngine:
     ) -> None:
         """Set up the rings and start their threads. `gate` is for tests.
 
-        Raises:
-            UringDeniedError: the kernel refuses io_uring or, if REGISTERED, the registration.
-            EngineError: the threads that THREADS needs cannot be started.
+        Raises: UringDeniedError: the kernel refuses io_uring or, if REGISTERED, the registration.
+        EngineError: the threads that THREADS needs cannot be started.
         """
         assert memory.format == "B"
         assert base_address % PAGE_BYTES == 0
@@ -158,7 +157,7 @@ class NativeIoEngine:
         self._core.kick()
 
     def _submit_one(self, op: IoOp) -> None:
-        """Submit one operation. With small chunks even attribute look-ups take noticeable time."""
+        """Submit one operation. With small chunks, even attribute look-ups take noticeable time."""
         identity, stamp = op.identity, op.stamp
         assert identity is not None
         assert stamp is not None
@@ -221,7 +220,7 @@ class NativeIoEngine:
         return self._pool.await_superblocks(max(0.0, end_s - time.monotonic())) and ended
 
     def kick(self) -> None:
-        """Let the I/O threads check their queues again. Tests call this after opening a gate."""
+        """Make the I/O threads check their queues again, for tests that open a gate."""
         self._core.kick()
 
     def _superblock_ended(self, token: int, target: int, epoch: int, outcome: Outcome) -> None:

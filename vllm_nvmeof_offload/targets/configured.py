@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration as checked on this machine, by a starting server and by `config check`.
-
-All checks run, so that a user learns of every error at once.
-"""
+"""A configuration as checked on this machine, by a starting server and by `config check`. All
+checks run, so that a user sees every error at once."""
 
 from __future__ import annotations
 
@@ -41,10 +39,8 @@ _PASSIVE = socket.AI_PASSIVE
 
 @dataclass
 class Configured:
-    """A configuration, its usable targets, and what is wrong with both.
-
-    `held_bytes` is the size of existing pools on the targets that this server may use.
-    """
+    """A configuration, its usable targets, and the errors and warnings about both. `held_bytes` is
+    the size of existing pools on the targets that this server may use."""
 
     config: OffloadConfig
     targets: list[TargetInfo] = field(default_factory=list)
@@ -54,7 +50,7 @@ class Configured:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Append a ConfigError of the with-block to the errors."""
+        """Append a ConfigError that the with-block raises to the errors."""
         try:
             yield
         except ConfigError as error:
@@ -134,10 +130,8 @@ def _judge_targets(found: Configured) -> Iterator[str]:
 
 
 def _check_listen(found: Configured, key: str, listen: str, *, take_port: bool) -> None:
-    """Try to listen at an address, as rank 0 or the exporter would.
-
-    A starting server tries any port, because another replica on this host may just start too.
-    """
+    """Try to listen at an address, as rank 0 or the exporter would. A starting server tries any
+    port, because another replica on this host may hold this one."""
     host = listen.rpartition(":")[0]
     is_taken, why_not = _why_no_listening(listen if take_port else f"{host}:0")
     if is_taken:
@@ -152,8 +146,7 @@ def _check_listen(found: Configured, key: str, listen: str, *, take_port: bool) 
 
 
 def _why_no_listening(address: str) -> tuple[bool, str]:
-    """Bind to `HOST:PORT` for a moment. Return whether the port is taken, and why that failed;
-    empty if it did not fail."""
+    """Bind to `HOST:PORT`. Return whether the port is taken, and why binding failed or ""."""
     host, _, port = address.rpartition(":")
     host = "" if host == "*" else host.strip("[]")
     try:
@@ -169,7 +162,6 @@ def _why_no_listening(address: str) -> tuple[bool, str]:
 
 
 def _check_metrics_listen(found: Configured, *, take_port: bool) -> None:
-    """Check the address or the text file of our own metrics."""
     listen = found.config.metrics_listen
     directory = os.path.dirname(listen)
     if not is_text_file(listen):

@@ -15,11 +15,11 @@ gone       `FAILURES_MAX` of its reads, or of its writes, in a row   none, as ab
            with EIO; or its block device has disappeared
 
 A target that is ok or degraded is *usable*, which is all that the manager checks. A suspect target
-recovers by itself once the kernel has returned every buffer and a controller carries I/O. A target
-that is gone recovers only when it is reattached (`attached`, `reattach`).
+recovers when the kernel has returned every buffer and a controller carries I/O. A target that is
+gone recovers only when it is reattached (`attached`, `reattach`).
 
-The manager keeps a lost target's entries, but look-ups of them miss. After the target returns, each
-read verifies header and CRC, so a wrong or outdated disk only causes misses.
+The manager keeps a lost target's entries, but look-ups of them miss. After the target returns,
+reads verify header and CRC, so a wrong or outdated disk only causes misses.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm_nvmeof_offload.protocol import slot_of
 
 #: After this many failures of target scope in a row in one direction, the target is gone.
 FAILURES_MAX = 3
-#: One EIO may be one bad spot; after EIO on this many slots in a row, the target is gone.
+#: A single EIO can be a bad spot. After EIO on this many slots in a row, the target is gone.
 FAILED_SLOTS_MAX = 8
 _READ_ONLY = "its file system is read-only"
 
@@ -56,8 +56,8 @@ class Verdict(enum.Enum):
 class PathStates:
     """Counts of a target's controllers: known, carrying I/O, and live with only optimized paths.
 
-    `known` is 0 if sysfs shows none. `device` states whether the target's block device exists.
-    `attachment` is the attachment observed; `TargetHealth` ignores observations of older ones.
+    `known` is 0 if sysfs shows none. `device` is whether the target's block device exists.
+    `attachment` is the observed attachment; `TargetHealth` ignores observations of older ones.
     """
 
     known: int = 0
@@ -80,12 +80,12 @@ class _Run:
 
 
 class TargetHealth:
-    """The health of one target. An attachment is a number, which each `attached` increments."""
+    """The health of one target. Each call of `attached` increments the attachment's number."""
 
     def __init__(self, *, can_return: bool = True) -> None:
-        """If not `can_return`, nothing reattaches the target, so failures do not make it gone."""
+        """Without `can_return` nothing reattaches the target, so failures do not make it gone."""
         self.verdict = Verdict.OK
-        #: The reason why the target is not ok, for display.
+        #: Why the target is not ok, for display.
         self.reason = ""
         self.attachment = 0
         self._can_return = can_return
@@ -97,11 +97,11 @@ class TargetHealth:
         self._runs = {False: _Run(), True: _Run()}  # by is_write
 
     def busy(self, attachment: int) -> bool:
-        """Return whether an operation uses this attachment's descriptors."""
+        """Return whether an operation uses the attachment's descriptors."""
         return self._under_way[attachment] > 0
 
     def began(self, attachment: int, count: int) -> None:
-        """Count operations that were submitted with the files of this attachment."""
+        """Count operations submitted with the files of this attachment."""
         self._under_way[attachment] += count
 
     def late(self, attachment: int, count: int) -> None:
@@ -139,7 +139,6 @@ class TargetHealth:
             self.lost(f"too many {'writes' if is_write else 'reads'} failed, last with {outcome}")
 
     def watched(self, paths: PathStates) -> None:
-        """Apply the states that sysfs shows now."""
         if paths.attachment != self.attachment:
             return
         self._paths = paths
@@ -148,7 +147,7 @@ class TargetHealth:
         self._judge()
 
     def writes(self, may: bool, reason: str) -> None:
-        """Record whether writes are possible, or the reason why not."""
+        """Add a reason why writes are impossible, or remove it if `may`."""
         (self._unwritable.discard if may else self._unwritable.add)(reason)
         self._judge()
 
@@ -159,7 +158,7 @@ class TargetHealth:
             self._judge()
 
     def attached(self) -> None:
-        """Reset the state, because new descriptors serve the target."""
+        """Reset the state when new descriptors serve the target."""
         self.attachment += 1
         self._lost = ""
         self._paths = PathStates()

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Opens the pool on one target's path in a child process: `python -m …targets.prober FD`.
 
-FD is a SOCK_SEQPACKET socket. This process receives a `ProbeRequest` on it and sends a
-`ProbeAnswer`, with open descriptors if it found the pool. The lock is passed on with its
-descriptor. A process per probe, not a companion, can be killed alone when it hangs.
+The process receives a `ProbeRequest` on FD, a SOCK_SEQPACKET socket, and sends a `ProbeAnswer`,
+with open descriptors, including the lock's, if it found the pool. Each probe is a separate process,
+which can be killed when it hangs.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from vllm_nvmeof_offload.pool.slab import read_page
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 MESSAGE_BYTES_MAX = 64 << 10
-#: The number of descriptors sent on success: slab, buffered slab, table, log, lock, directory. The
-#: first two are the same open file unless the slab is open for O_DIRECT.
+#: The descriptors sent on success: slab, buffered slab, table, log, lock, directory. The first two
+#: are the same open file unless the slab is open for O_DIRECT.
 DESCRIPTORS = 6
 _USED = "another server has used the pool since; restart this server to use it again"
 
@@ -44,9 +44,9 @@ _USED = "another server has used the pool since; restart this server to use it a
 class ProbeRequest:
     """The pool to look for in `directory`.
 
-    `superblock` is the expected page, as hex digits. `owner` is the owner that the lease must name.
-    `device` is the st_dev of the hung file system that the server has open, which the prober does
-    not open again; None if there is none. `in_group` states whether a group's hosts write the pool.
+    `superblock` is the expected page, in hex. `owner` is the owner that the lease must name.
+    `device` is the st_dev of the hung file system that the server has open, which must not be
+    opened again; None if there is none. `in_group` is whether a group's hosts write the pool.
     """
 
     directory: str
@@ -60,7 +60,7 @@ class ProbeRequest:
 @dataclass(frozen=True, slots=True)
 class ProbeAnswer:
     """The result of a probe. `failure` is empty if descriptors are attached. `device` and `inode`
-    are the lease file's."""
+    identify the lease file."""
 
     failure: str = ""
     device: int = 0
@@ -71,10 +71,8 @@ class ProbeAnswer:
 
     @staticmethod
     def decode(message: bytes) -> ProbeAnswer:
-        """Parse an answer. One that this version's prober would not send becomes a failure.
-
-        Probers run another version if the package is upgraded while the server runs.
-        """
+        """Parse an answer. A malformed one becomes a failure: after an upgrade of the package, a
+        running server's probers are of another version."""
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             answer = ProbeAnswer(**json.loads(message))
             numbers = answer.device, answer.inode
@@ -85,14 +83,14 @@ class ProbeAnswer:
 
 def probe(request: ProbeRequest) -> tuple[ProbeAnswer, list[int]]:
     """Open the requested pool. Raises PoolError if it cannot be served, OSError if the file system
-    fails. A running server resolves the directory's path only here; owner, mode and uuid prove that
-    it leads to the same pool."""
+    fails. Only here does a running server resolve the directory's path again; owner, mode and uuid
+    prove that it leads to the same pool."""
     expected = Superblock.decode(bytes.fromhex(request.superblock))
     if request.device is not None and os.stat(request.directory).st_dev == request.device:
         raise PoolError("the hung file system is still mounted")
     folder = Folder.open(Path(request.directory))
     directory = folder.place
-    # Check before the claim, which would create a lock file even in another pool's directory.
+    # Check before the claim, which creates a lock file even in another pool's directory.
     _check_superblock(directory, expected)
     lock = DirectoryLock.claim(folder.path)
     if lock is None:
@@ -154,7 +152,6 @@ def _check_size(name: str, fd: int, expected: int) -> None:
 
 
 def main() -> None:
-    """Answer one request; see the module's docstring."""
     with socket.socket(fileno=int(sys.argv[1])) as channel:
         request = ProbeRequest(**json.loads(channel.recv(MESSAGE_BYTES_MAX)))
         try:

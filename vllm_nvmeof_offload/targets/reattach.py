@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reattachment: closes the files of a target that is gone, and serves it again when it returns.
+"""Closes the files of a target that is gone, and serves the target again when it returns.
 
 `TargetWatcher` is a thread that reads sysfs and the mount table and starts `prober`s, short-lived
-child processes. No thread of the server touches a target's path, which may hang. The watcher posts
-what it finds to the pipeline's thread, which runs `Attachments` and is the only one that changes
-verdicts (`health`) and descriptors.
+child processes, because a target's path can hang the thread that touches it. The watcher posts its
+findings to the pipeline's thread, which runs `Attachments`, the only code that changes verdicts
+(`health`) and descriptors.
 
-As soon as the kernel has released all operations of a target that is gone, the target's descriptors
-and lock are closed, so that the file system can be unmounted: a dead xfs cannot be mounted again
-while anything holds the old mount. A prober starts at once when the mount table changes, otherwise
-after `PROBE_S_MIN` seconds; each failure doubles the interval, up to `PROBE_S_MAX`. It claims the
+When the kernel has released all operations of a target that is gone, the target's descriptors and
+lock are closed, so that the file system can be unmounted: a dead xfs cannot be mounted again while
+a process holds the old mount. A prober starts at once when the mount table changes, otherwise after
+`PROBE_S_MIN` seconds; each failure doubles the interval, up to `PROBE_S_MAX`. The prober claims the
 rank directory, compares the superblock (uuid, geometry, epoch), reads a page of the slab, updates a
-superblock that missed a reset, and hands over its descriptors. Later operations belong to a new
-*attachment*; outcomes of older attachments no longer count. Device name and wwid do not matter. A
-suspect target is probed in the same way, but is reattached only if a different file system is
-mounted there than the hung one.
+superblock that missed a reset, and passes on its descriptors. Later operations belong to a new
+*attachment*; outcomes of older attachments no longer count. A suspect target is probed in the same
+way, but is reattached only if a different file system is mounted there than the hung one.
 
-Files are closed on separate threads, once no operation uses them: a close may block, and the number
-of a closed descriptor may soon be reused for another file.
+Files are closed on separate threads, because a close can block, and only when no operation uses
+them, because a closed descriptor's number is soon reused.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ PROBE_S_MIN = 1.0
 PROBE_S_MAX = 60.0
 #: A prober that has not answered after this time counts as hung and is abandoned.
 _ANSWER_S_MAX = 10.0
-#: The most abandoned probers per target; no more are started until one of these exits.
+#: The most abandoned probers per target; another starts only after one of these exits.
 _ABANDONED_MAX = 4
 _LOOK_S = 1.0
-#: A verdict no worse than the last one logged is logged only if that was this long ago.
+#: The least time between a logged verdict and a later one that is no worse.
 _LOG_S_MIN = 10.0
 _FROM_BEST_TO_WORST = list(Verdict)
 _COMMAND = tuple(child_command("targets.prober"))
@@ -68,9 +67,9 @@ _COMMAND = tuple(child_command("targets.prober"))
 class TargetPaths:
     """Reads the state of one target's device and controllers from sysfs, at little cost.
 
-    `target` is absolute, without links. The observed file system is the one mounted there at the
-    first call of `states`, or at the first call after `renew`. A later mount on top of it is
-    ignored, because the server does not have it open.
+    `target` is absolute, without links. The observed file system is the one that is mounted there
+    at the first call of `states` or the first after `renew`. A later mount over it is ignored,
+    because the server does not have that one open.
     """
 
     target: str
@@ -83,7 +82,7 @@ class TargetPaths:
     _device: str = ""  # the device's directory in sysfs, or empty
 
     def renew(self) -> None:
-        """Make the next call of `states` look up the file system again. Callable on any thread."""
+        """Make the next call of `states` look up the file system again; callable on any thread."""
         self._attachment += 1
 
     def states(self) -> PathStates:
@@ -97,7 +96,7 @@ class TargetPaths:
                 self._device = device if os.path.isdir(device) else ""
         states = read_states(fabric)
         if any(one.state == ABSENT for one in states.values()):
-            # Reconnected controllers may have other names.
+            # Reconnected controllers can have other names.
             renamed = discover(self.target, self.sysfs, self.mountinfo)
             if renamed.mount == fabric.mount and renamed.namespaces:
                 self._fabric = renamed
@@ -169,11 +168,10 @@ class Attachments:
         return ""
 
     def _has_lost(self, target: int) -> bool:
-        """Return whether this process has lost the target's region for good."""
         return self._pool.permits[target].is_lost
 
     def _replace(self, target: int, slab: Slab | None, lock: DirectoryLock | None) -> None:
-        """Serve the target from new files. The old ones are closed when no operation uses them."""
+        """Serve the target from new files. The old files are closed when no operation uses them."""
         close = self._pool.exchange(target, slab, lock)
         self._engine.replace_target(target)
         self._retired.append((target, self._health[target].attachment, close))
@@ -204,10 +202,7 @@ class Attachments:
 
 
 class _Probe:
-    """A running prober."""
-
     def __init__(self, request: ProbeRequest, command: Sequence[str], now_s: float) -> None:
-        """Start the prober. Raises OSError if that fails."""
         self.request = request
         self.late_s = now_s + _ANSWER_S_MAX
         self.channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -220,7 +215,7 @@ class _Probe:
             raise
 
     def answer(self) -> tuple[ProbeAnswer, list[int]]:
-        """Receive the answer from a readable channel. A failure has no descriptors."""
+        """Receive the answer from a readable channel. A failure comes without descriptors."""
         try:
             message, fds, *_ = socket.recv_fds(
                 self.channel, MESSAGE_BYTES_MAX, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
@@ -294,7 +289,8 @@ class TargetWatcher:
         *,
         command: Sequence[str] = _COMMAND,
     ) -> None:
-        """`targets` are for `TargetPaths`. `post` runs calls in order on the pipeline's thread."""
+        """Watch `targets` (see `TargetPaths`). `post` runs calls in order on the pipeline's
+        thread."""
         self._attachments = attachments
         self._post = post
         self._command = command
@@ -330,7 +326,7 @@ class TargetWatcher:
                 child.returncode = child.poll() or -9  # else Popen warns of an unreaped child
 
     def _wait(self, mounts_fd: int) -> set[int]:
-        """Wait for an event, at most `_LOOK_S`; return the descriptors that are ready."""
+        """Wait for an event, at most `_LOOK_S`; return the ready descriptors."""
         poller = select.poll()  # `select.select` refuses descriptors from 1024 on
         poller.register(mounts_fd, select.POLLPRI)
         poller.register(self._waker.fd, select.POLLIN)
@@ -355,7 +351,7 @@ class TargetWatcher:
             return
         if request is None or len(search.abandoned) >= _ABANDONED_MAX:
             return
-        # If one prober hangs, another would too, unless something else is mounted there now.
+        # While one prober hangs, another would too, unless the mount has changed.
         if not search.changed and (search.abandoned or now_s < search.next_s):
             return
         search.changed, search.next_s = False, now_s + search.wait_s
@@ -370,7 +366,7 @@ class TargetWatcher:
         if answer.failure:
             search.failed(answer.failure)
             return
-        # Nothing is probed until the pipeline's thread has set the next request.
+        # Probe nothing until the pipeline's thread has set the next request.
         search.request = None
         self._post(lambda: self._attach(target, probe.request, answer, fds))
 
