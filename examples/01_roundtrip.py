@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pool on its own, without vLLM: write chunks, reopen the pool, read them, detect damage.
+"""Use the pool without vLLM: write chunks, reopen the pool, read them, and detect damage.
 
     python examples/01_roundtrip.py [DIRECTORY]
 
-DIRECTORY holds the pool, ideally on the disk that you will use; default: a temporary directory.
+DIRECTORY holds the pool, ideally on the disk that you will use. Default: a temporary directory.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ GROUP = bytes(4)
 
 
 def open_pool(target: Path) -> Pool:
-    """Open a pool. If it is reopened with the same keyspace, its chunks are found."""
+    """Open a pool. A pool that is reopened with the same keyspace has its earlier chunks."""
     keyspace = Keyspace.of({"model": "example", "dtype": "float16"})
     return Pool.open(PoolSpec((target,), 64 * MIB, PAYLOAD_BYTES, keyspace))
 
 
 class Staging:
-    """One slot of page-aligned memory, and the engine that copies it to and from the pool."""
+    """One slot of page-aligned memory, and the engine that moves it to and from the pool."""
 
     def __init__(self, pool: Pool) -> None:
         self.pool, memory = pool, memoryview(mmap.mmap(-1, pool.slot_bytes))

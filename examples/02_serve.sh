@@ -12,7 +12,7 @@ model=${1:?usage: TARGETS=/mnt/nvme0 examples/02_serve.sh MODEL [options of vllm
 shift
 : "${TARGETS:?name the directories of the pool, such as TARGETS=/mnt/nvme0:/mnt/nvme1}"
 
-# The same keys as in --kv-transfer-config, as variables, which the doctor reads too.
+# Keys of --kv-transfer-config as variables, which the doctor also reads.
 export VLLM_NVMEOF_TARGETS=$TARGETS
 [ -z "${POOL_BYTES:-}" ] || export VLLM_NVMEOF_POOL_BYTES=$POOL_BYTES
 

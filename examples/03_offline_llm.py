@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The backend in your own program: the same prompts twice, the second time from the cache.
+"""Use the backend in your own program: run the same prompts twice, the second time from the cache.
 
     python examples/03_offline_llm.py MODEL [DIRECTORY]
 
-MODEL is a name or a directory. DIRECTORY holds the pool. Default: a temporary directory.
-On vLLM's CPU build, set VLLM_CPU_KVCACHE_SPACE to the GiB that its KV cache may use.
+MODEL is a name or a directory. DIRECTORY holds the pool (default: a temporary directory). On vLLM's
+CPU build, set VLLM_CPU_KVCACHE_SPACE to the GiB that its KV cache may use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(model: str, target: str) -> None:
 
     answers = []
     for what in ("cold", "back"):
-        # Clear the GPU's cache, as if other requests had evicted it; the tiers keep their chunks.
+        # Empty the GPU's cache, as if other requests had evicted its blocks. The tiers keep theirs.
         llm.reset_prefix_cache()
         began = time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)

@@ -21,7 +21,8 @@ from functools import lru_cache
 
 
 class SecondChance:
-    """First in, first out; a slot used since its last turn goes back to the end of the queue.
+    """First in, first out, but a slot used since its last examination returns to the end of the
+    queue.
 
     `used[slot]` is the time of a slot's last use. The manager updates it at no cost to the policy.
     """
@@ -45,7 +46,7 @@ class SecondChance:
         self._inside[slot] = 0
 
     def touch(self, slot: int) -> None:
-        """Do nothing: `used` already contains the time."""
+        """Do nothing: `used` already has the time."""
 
     def peek(self) -> int | None:
         while self._queue:
@@ -68,7 +69,7 @@ class SecondChance:
 
 
 def hits(slots: int, day: Sequence[int]) -> int:
-    """Run `day`, a sequence of chunks, on `slots` slots; return the number of hits."""
+    """Return the number of hits of `day`, a sequence of chunks, on `slots` slots."""
     used = [0] * slots
     policy, holds, free, found = SecondChance(used), dict[int, int](), list(range(slots)), 0
     for now, chunk in enumerate(day, 1):

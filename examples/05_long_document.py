@@ -3,8 +3,8 @@
 
     python examples/05_long_document.py URL [URL ...]
 
-URL is the address of a running `vllm serve`, such as http://localhost:8000. Name a server with the
-pool and one without, and compare. The other documents must evict this one from the GPU's cache.
+URL is the address of a running `vllm serve`, such as http://localhost:8000. To compare, name a
+server with the pool and one without. The other documents must evict this one from the GPU's cache.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The routing of a turn: DualPath's scheduling (Wu et al., arXiv 2602.21548), as pure functions.
 
-Both the simulator and `dual_path_router.py` use these functions. The servers choose a link
-per chunk; a router only names helpers.
+The simulator and `dual_path_router.py` use these functions. A router only names helpers; the
+servers choose a link per chunk.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ _SPREAD = 1.05
 def choose_prefill(
     tokens: Sequence[float], queues_s: Sequence[float], tokens_max: float
 ) -> int | None:
-    """Return the engine for a prompt; None if all engines have reached their limits.
+    """Return the engine for a prompt; None if all engines have more than `tokens_max` tokens.
 
-    tokens: outstanding tokens by engine. queues_s: seconds until an engine's link has read its
-    queue. Engines above `tokens_max` are not chosen. Engines with a short queue are preferred, and
-    among these the first one with the fewest tokens.
+    By engine, `tokens` are its outstanding tokens and `queues_s` the seconds until its link has
+    read its queue. Engines with a short queue are preferred, and among them the first with the
+    fewest tokens.
     """
     best, found = None, (True, 0.0)
     for engine, count in enumerate(tokens):
@@ -37,9 +37,10 @@ def choose_decode(
 ) -> int | None:
     """Return the engine for an answer; None if no engine has room.
 
-    tokens, requests: load by engine. need: tokens of this request. tokens_max: tokens that fit into
-    an engine's memory; 0: no bound. Among engines with room, those that stay near the mean are
-    preferred, by the fewest requests. The others are ranked by the fewest tokens.
+    `tokens` and `requests` are the load by engine, `need` the tokens of this request, and
+    `tokens_max` the tokens that an engine's memory holds (0: no bound). Among engines with room,
+    those that stay near the mean are preferred, by the fewest requests; the others are ranked by
+    the fewest tokens.
     """
     near = _SPREAD * (sum(tokens) + need) / len(tokens)
     best, found = None, (True, 0.0, 0.0)
@@ -54,7 +55,7 @@ def choose_decode(
 
 
 def choose_helpers(decode: int, queues_s: Sequence[float], count: int) -> list[int]:
-    """Return `count` engines: the decode engine, then those with the shortest read queues."""
+    """Return `count` engines: the decode engine, then the engines with the shortest read queues."""
     if count == 1:
         return [decode]
     others = sorted((queue_s, engine) for engine, queue_s in enumerate(queues_s))

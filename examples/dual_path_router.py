@@ -6,15 +6,13 @@
         --decode http://c:8200,c:7300 --decode http://d:8200,d:7300
 
 The part after a comma is the address at which that server reads for others, as named in the other
-servers' `peers`. The router sends addresses as a hint to the server that computes a prompt; that
-server decides which server reads each chunk. Without --decode the prefill servers also answer, and
-a request counts until its answer is complete.
+servers' `peers`. The router sends such addresses as a hint to the server that computes a prompt,
+which decides which server reads each chunk. Without --decode the prefill servers also answer, and a
+request counts until its answer is complete.
 
-Prompts go to the prefill server with the fewest outstanding tokens among those with a short read
-queue. Answers come from the decode server with the fewest requests among those near the mean (Wu et
-al., arXiv 2602.21548; `dual_path.py`, which the simulator also uses). Outstanding
-tokens are this router's own counts; read queues are the servers' gauges, polled every 100 ms. A
-server without that gauge counts as idle. A text's tokens are estimated from its length.
+`dual_path.py` chooses the servers. Outstanding tokens are this router's own counts; read queues are
+the servers' gauges, polled every 100 ms. A server without that gauge counts as idle. A text's
+tokens are estimated from its length.
 
 While no server has room, up to `--waiting` requests wait in order of arrival; further requests are
 refused with 503. The router needs httpx, starlette and uvicorn, which vLLM installs.
@@ -54,7 +52,7 @@ FOR_ANOTHER = {"do_remote_decode": True, "do_remote_prefill": False} | dict.from
 
 
 class RefusedError(Exception):
-    """A refusal by the router itself, with an HTTP status and a one-line message."""
+    """A refusal by the router, with an HTTP status and a one-line message."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -64,7 +62,8 @@ class RefusedError(Exception):
 @dataclass
 class Engine:
     """A server. `tokens` and `requests` count this router's outstanding work. `queue_s` is the
-    server's longest read queue as last reported. `up` is whether it answered the last request."""
+    server's longest read queue at the last poll. `up` is whether the server answered the last
+    request."""
 
     url: str
     helper: str = ""
@@ -89,8 +88,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Limits:
-    """The maximum outstanding tokens of a prefill and of a decode server (0: no limit), and the
-    maximum number of waiting requests."""
+    """The most outstanding tokens of a prefill and of a decode server (0: no limit), and the most
+    waiting requests."""
 
     prefill_tokens_max: int = 2_000_000
     decode_tokens_max: int = 0
@@ -114,7 +113,6 @@ class Router:
     # -- gauges -------------------------------------------------------------------------
 
     async def poll(self) -> None:
-        """Poll all servers forever."""
         while True:
             await asyncio.gather(*map(self.scrape, [*self.prefill, *self.decode]))
             await asyncio.sleep(POLL_S)
@@ -134,7 +132,8 @@ class Router:
     # -- choices ------------------------------------------------------------------------
 
     def choose(self, prompt: int, answer: int) -> tuple[Engine, Engine] | None:
-        """Return a request's servers, or None if it must wait; RefusedError if none is up."""
+        """Return a request's servers, or None if it must wait. Raises RefusedError if no server is
+        up."""
         prefill = [one for one in self.prefill if one.up]
         decode = [one for one in self.decode if one.up]
         if not prefill or (self.decode and not decode):
@@ -154,7 +153,8 @@ class Router:
         return None if first is None or second is None else (prefill[first], decode[second])
 
     def hint(self, prefill: Engine, decode: Engine) -> dict[str, Any]:
-        """Return the helpers that may read for a prompt, its decode server first, or {} if none."""
+        """Return the hint that names helpers for a prompt, its decode server first, or {} without
+        any."""
         servers = self.decode or self.prefill
         able = [one for one in servers if one is decode or (one.up and one.helper)]
         queues_s = [one.queue_s for one in able]
@@ -163,10 +163,8 @@ class Router:
         return {"nvmeof": {"helpers": names}} if names else {}
 
     async def place(self, prompt: int, answer: int) -> tuple[Engine, Engine]:
-        """Wait for room, in order of arrival, and reserve it.
-
-        Raises RefusedError if too many requests wait or no server is up.
-        """
+        """Wait for room, in order of arrival, and reserve it. Raises RefusedError if too many
+        requests wait or no server is up."""
         if self.waiting >= self._limits.waiting_max:
             raise RefusedError(503, "too many requests are waiting")
         self.waiting += 1
@@ -189,7 +187,7 @@ class Router:
     # -- requests -----------------------------------------------------------------------
 
     async def complete(self, path: str, body: dict[str, Any]) -> Response:
-        """Compute the prompt on one server, and stream the answer from that or another server."""
+        """Compute the prompt on one server, and stream the answer from that server or another."""
         prompt, answer = prompt_tokens(body), answer_tokens(body)
         prefill, decode = await self.place(prompt, answer)
         hint, alone = self.hint(prefill, decode), decode is prefill
@@ -223,7 +221,8 @@ class Router:
 
 
 class Relayed(StreamingResponse):
-    """A response that forwards a server's stream and calls `done` once, even if the client left."""
+    """A response that forwards a server's stream and calls `done` once, even if the client has
+    left."""
 
     def __init__(self, answer: httpx.Response, done: Callable[[], None]) -> None:
         kind = answer.headers.get("content-type")
@@ -246,7 +245,7 @@ def for_prefill(body: dict[str, Any], hint: dict[str, Any]) -> dict[str, Any]:
 
 
 def prompt_tokens(body: dict[str, Any]) -> int:
-    """Return the number of prompt tokens, estimated from the length if the prompt is text."""
+    """Return the number of prompt tokens, estimated from the length of a text."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and all(isinstance(one, int) for one in prompt):
         return max(1, len(prompt))

@@ -18,10 +18,8 @@ CALLS = ["io_uring_setup", "io_uring_enter", "io_uring_register"]
 
 
 def allow_io_uring(profile: dict[str, Any]) -> dict[str, Any]:
-    """Return `profile` with a rule that allows `CALLS`, otherwise unchanged.
-
-    The calls are removed from other rules, because two rules for one call could contradict.
-    """
+    """Return `profile` with a rule that allows `CALLS`, which are removed from all other rules,
+    because two rules for one call could contradict each other."""
     rules = []
     for rule in profile.get("syscalls", []):
         names = [name for name in rule["names"] if name not in CALLS]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
-# Runs the steps of README.md in the tests' emulated guest, where they can do no harm:
+# Runs the steps of README.md in the tests' emulated guest, where they cannot do harm:
 #   .venv/bin/python -m tests.fabric.rig examples/nvme-tcp-loopback/in-guest.sh
 set -euo pipefail
 here=$(dirname "${BASH_SOURCE[0]}")

@@ -96,7 +96,7 @@ up() {
         echo "127.0.0.$path" >"$there/addr_traddr"
         echo "$port" >"$there/addr_trsvcid"
         offer "$path"
-        # As `nvme connect` does it. With fast_io_fail_tmo, I/O fails soon instead of hanging.
+        # As `nvme connect` does. With fast_io_fail_tmo, I/O fails soon instead of hanging.
         echo "transport=tcp,traddr=127.0.0.$path,trsvcid=$port,nqn=$nqn,\
 ctrl_loss_tmo=600,fast_io_fail_tmo=10,keep_alive_tmo=5,reconnect_delay=2" >/dev/nvme-fabrics
     done
@@ -108,7 +108,7 @@ ctrl_loss_tmo=600,fast_io_fail_tmo=10,keep_alive_tmo=5,reconnect_delay=2" >/dev/
 }
 
 down() {
-    # A part that is in use stays, and so does everything under it.
+    # A part that is in use stays, with everything under it.
     if mountpoint -q "$mount_point"; then
         umount "$mount_point" || fail "$mount_point is in use: stop its users first"
     fi

@@ -22,8 +22,8 @@ nixl() { # kv_role
     printf '{"kv_connector": "NixlConnector", "kv_role": "%s"%s}' "$1" \
         "${KV_BUFFER_DEVICE:+, \"kv_buffer_device\": \"$KV_BUFFER_DEVICE\"}"
 }
-# The first connector that has a part of a request loads it: NIXL gets what the prefill server
-# computed, and stored chunks are loaded where NIXL has nothing.
+# The first connector that has a part of a request loads it: NIXL gets the KV that the prefill
+# server computed, and stored chunks are loaded if NIXL has none.
 case $role in
 prefill) connectors="$ours, $(nixl kv_producer)" ;;
 decode) connectors="$(nixl kv_consumer), $ours" ;;
