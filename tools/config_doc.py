@@ -16,7 +16,7 @@ from vllm_nvmeof_offload.config import describe_keys
 
 DOCUMENT = Document("configuration.md", "config_doc.py")
 
-#: Heading → the keys below it. The first group contains the most common keys.
+#: The keys by heading. The first group contains the most common keys.
 GROUPS = {
     "Set these first": "staging_bytes targets pool_bytes write_policy store_threshold admission",
     "Memory and chunks": "chunk_bytes_min ahead_cache_share one_copy replicas",
@@ -38,7 +38,6 @@ MACHINE_DEFAULTS = {"staging_bytes", "targets", "pool_bytes"}
 
 
 def default_of(row: dict[str, object]) -> str:
-    """Return the text of a key's default, with the unit if it is in ms."""
     if row["key"] in MACHINE_DEFAULTS:
         return "by machine"
     default = row["default"]
@@ -49,7 +48,6 @@ def default_of(row: dict[str, object]) -> str:
 
 
 def keys() -> str:
-    """Return a Markdown table of all keys by group."""
     rows = {str(row["key"]): row for row in describe_keys({"HOME": "~"})}
     out = ["| key | default | meaning |", "|---|---|---|"]
     for heading, names in GROUPS.items():

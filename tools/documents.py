@@ -18,7 +18,7 @@ class Document:
         self._begin = f"<!-- made by tools/{tool}: begin -->"
 
     def main(self, generated: str, arguments: list[str]) -> int:
-        """Write the generated part; with `--check`, only return 1 if the file is out of date."""
+        """Write the generated part. With `--check`, only return 1 if the file is out of date."""
         text = self._path.read_text()
         before, _, rest = text.partition(self._begin)
         _, _, after = rest.partition(_END)
@@ -30,7 +30,6 @@ class Document:
 
 
 def item(text: str) -> str:
-    """Return a Markdown list item, wrapped at 100 columns."""
     return textwrap.fill(
         text,
         100,

@@ -5,10 +5,8 @@
 
 Each stage ends within its limit, which is below ten minutes. Stages joined by + run concurrently,
 which suits tests but distorts benchmarks. After each stage all results so far are packed into
-gpu.tgz in the directory named by the variable OUT; gpu.log there contains the output of the stage
-that is running, unless several are. Only this Python is needed: no network, make, tar or xz.
-
-This file defines and selects the stages; gpu_stage.py runs one.
+gpu.tgz in the directory named by the variable OUT; gpu.log there has the output of a stage that
+runs alone. Only this Python is needed: no network, make, tar or xz. gpu_stage.py runs a stage.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from gpu_stage import Ended, pack, run_stage  # noqa: E402 - a script's neighbou
 
 RESULTS = ROOT / "build" / "bench"
 LOGS = ROOT / "build" / "logs"
-#: Below ten minutes, some machines' limit for one command, packing included.
+#: The longest limit of a stage: some machines allow a command ten minutes, packing included.
 LIMIT_S_MAX = 560
 BUNDLE = "gpu-bundle"
 NATIVE_MODULES = "_tiers", "_native"
@@ -46,7 +44,7 @@ _SHAPES = "tests/e2e/shapes"
 
 @dataclass(frozen=True)
 class Stage:
-    """A stage. limit_s: time limit. engine: whether it needs a vLLM for GPUs with our plugin."""
+    """A stage. `engine` is whether it needs a vLLM for GPUs with our plugin."""
 
     limit_s: int
     command: Callable[[str], list[str]]
@@ -54,7 +52,7 @@ class Stage:
 
 
 def run_pytest(*arguments: str, timeout_s: int = 150) -> Callable[[str], list[str]]:
-    """Return a pytest command without the project's settings: their plugins may be missing."""
+    """Return a pytest command without the project's settings, whose plugins may be missing."""
 
     def command(name: str) -> list[str]:
         limit = ["--timeout", str(timeout_s)] if there("pytest_timeout") else []
@@ -147,7 +145,7 @@ def there(name: str) -> bool:
 
 
 def why_no_engine() -> str:
-    """Return why stages that need an engine cannot run here; empty if they can."""
+    """Return why stages that need an engine cannot run here, or ""."""
     try:
         version = metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -159,11 +157,8 @@ def why_no_engine() -> str:
 
 
 def chosen(words: list[str]) -> list[list[tuple[str, int]]]:
-    """Return the names and limits of the stages in `words`, grouped by word. Without words, return
-    all stages, each in its own group.
-
-    Raises: SystemExit: a stage is unknown, or a limit is out of range.
-    """
+    """Return the names and limits of the stages in `words`, grouped by word; without words, of all
+    stages, one per group. Raises SystemExit if a stage is unknown or a limit is out of range."""
     return [[_stage(one) for one in word.split("+")] for word in words or STAGES]
 
 
@@ -177,7 +172,7 @@ def _stage(word: str) -> tuple[str, int]:
 
 
 def unpacked(bundle: Path, place: Path) -> Path:
-    """Return the bundle's packages; if they are not in `place` yet, unpack the archive there."""
+    """Return the bundle's packages, unpacked in `place`."""
     about = bundle.stat()
     mark, wanted = place / "unpacked", f"{about.st_size} {about.st_mtime_ns}"
     if not (mark.exists() and mark.read_text() == wanted):
@@ -192,10 +187,8 @@ def unpacked(bundle: Path, place: Path) -> Path:
 
 
 def take_native_core(path: list[str], package: Path = ROOT / "vllm_nvmeof_offload") -> str:
-    """Copy the native core of an installed wheel into a checkout without one; return its origin.
-
-    The checkout is first on the path, so that changes in it take effect.
-    """
+    """Copy the native core of an installed wheel into a checkout without one, which is first on the
+    path; return its origin."""
     suffix = sysconfig.get_config_var("EXT_SUFFIX")
     modules = [f"{module}{suffix}" for module in NATIVE_MODULES]
     for place in map(Path, path):
@@ -214,13 +207,12 @@ def take_native_core(path: list[str], package: Path = ROOT / "vllm_nvmeof_offloa
 
 
 def environment(path: list[str]) -> dict[str, str]:
-    """Return the variables of every stage: the checkout comes before installed packages; there is
-    no network, and output is not buffered.
-    """
+    """Return the variables of every stage: the checkout precedes installed packages, there is no
+    network, and output is not buffered."""
     from vllm_nvmeof_bench.servers.engine import engine_environment
 
     return engine_environment() | {
-        # A machine without a network may have no other address.
+        # A machine without a network can have no other address.
         "VLLM_HOST_IP": "127.0.0.1",
         **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "lo"),
         "PYTHONPATH": os.pathsep.join(path),
@@ -230,7 +222,7 @@ def environment(path: list[str]) -> dict[str, str]:
 
 
 def left_out(name: str) -> str:
-    """Return why a stage cannot run here; empty if it can."""
+    """Return why a stage cannot run here, or ""."""
     if STAGES[name].engine and (why := why_no_engine()):
         return why
     if name == "sanitizer" and shutil.which("compute-sanitizer") is None:
@@ -239,7 +231,6 @@ def left_out(name: str) -> str:
 
 
 def run(groups: list[list[tuple[str, int]]], env: dict[str, str]) -> list[str]:
-    """Run the groups in sequence; return the names of failed stages."""
     out = Path(os.environ["OUT"]) if os.environ.get("OUT") else None
     failed = []
 
@@ -259,7 +250,7 @@ def run(groups: list[list[tuple[str, int]]], env: dict[str, str]) -> list[str]:
 
 
 def run_one(name: str, limit_s: int, env: dict[str, str], live: Path | None) -> bool:
-    """Run a stage; return False if it failed. live: a file that receives the output as well."""
+    """Run a stage; return False if it failed. Its output is also appended to `live`."""
     if why := left_out(name):
         print(f"gpu: {name}: left out: {why}", flush=True)
         return True
@@ -273,12 +264,8 @@ def run_one(name: str, limit_s: int, env: dict[str, str], live: Path | None) -> 
 def run_together(
     group: list[tuple[str, int]], env: dict[str, str], keep: Callable[[], None]
 ) -> list[str]:
-    """Run stages concurrently; return the names of failed ones.
-
-    Each stage runs in its own process, because all processes that a stage leaves are killed at its
-    end. keep: called after each stage.
-    """
-    # The stages share the cores.
+    """Run stages concurrently, calling `keep` after each; return the names of failed ones. Each
+    runs in a separate process, because the processes that a stage leaves are killed at its end."""
     env = {"OMP_NUM_THREADS": "4", **{key: value for key, value in env.items() if key != "OUT"}}
     processes = {}
     try:

@@ -9,10 +9,10 @@
     python3 -m tarfile -e gpu-bundle.tar.xz
     python3 gpu-bundle/project/tools/gpu.py smoke one copies
 
-The archive contains our wheel, vLLM reduced to a fifth of its size, and those packages that vLLM
-requires and that an engine and a server import. This vLLM lacks FlashAttention, the kernels for
-experts and third-party kernels, so it runs Triton's attention and no experts. Its machine code is
-for one GPU architecture. For the stage ttft, set GPU_SERVER_ARGS="--attention-backend TRITON_ATTN".
+The archive contains our wheel, vLLM reduced to a fifth of its size, and the packages that an engine
+and a server import. This vLLM lacks FlashAttention, the kernels for experts and third-party
+kernels, so it runs Triton's attention and no experts. Its machine code is for one GPU architecture.
+For the stage ttft, set GPU_SERVER_ARGS="--attention-backend TRITON_ATTN".
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ from thin_fatbin import thin  # noqa: E402 - a script's neighbour
 VLLM = "0.33.0"
 NAME = "gpu-bundle"
 MIB = 1 << 20
-#: A device machine accepts 64 MiB with one command, and the checkout is part of that.
+#: A device machine accepts 64 MiB per command, including the checkout.
 MIB_MAX = 60
-#: Parts of vLLM's wheel that are left out.
 LEFT_OUT = (
     "vllm/vllm_flash_attn/*.so",
     "vllm/_moe_C*",
@@ -53,7 +52,7 @@ LEFT_OUT = (
 )
 #: vLLM's attention cannot be imported without one of FlashAttention's extensions.
 STAND_IN = "vllm/vllm_flash_attn/_vllm_fa2_C.py"
-#: The packages that vLLM 0.33's engine and server import, found by importing them, and our own.
+#: The packages that vLLM 0.33's engine and server and our package import, found by importing them.
 REQUIRED = (
     *("annotated-types", "apache-tvm-ffi==0.1.11", "cachetools", "cbor2", "crc32c"),
     *("compressed-tensors==0.17.0", "fastapi<0.137.0", "httpx2", "ijson", "jmespath"),
@@ -71,7 +70,8 @@ NOT_CARRIED = ("bench/results/", "docs/")
 
 @dataclass(frozen=True)
 class Plan:
-    """wheel: ours, for Python `python` (3.12). arch: the GPU's (sm_90). place: output folder."""
+    """A bundle of our `wheel` for Python `python` (3.12) and the GPU's `arch` (sm_90), in
+    `place`."""
 
     wheel: Path
     arch: str
@@ -84,7 +84,7 @@ class Plan:
 
 
 def pip(*arguments: str) -> None:
-    """Run pip; if it fails, raise SystemExit after its own messages."""
+    """Run pip. Raises SystemExit if it fails."""
     command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", *arguments]
     if subprocess.run(command, check=False).returncode:
         raise SystemExit(f"gpu_bundle: failed: pip {' '.join(arguments)}")
@@ -110,9 +110,9 @@ def vllm_wheel() -> Path:
 
 
 def install(plan: Plan, site: Path) -> None:
-    """Install our wheel and what vLLM imports, for the Python and glibc of the GPU machine."""
+    """Install our wheel and vLLM's imports, for the Python and glibc of the GPU machine."""
     binary = ("--no-deps", "--only-binary=:all:", "--python-version", plan.python)
-    # Our wheel may need a later glibc: the last part of its file name is its platform tags.
+    # Our wheel can need a later glibc. The last part of its file name is its platform tags.
     own = plan.wheel.stem.split("-")[-1].split(".")
     target = ("install", "--no-compile", "--upgrade", "--target", str(site))
     platforms = [PLATFORM, "manylinux2014_x86_64"]
@@ -139,7 +139,7 @@ def unpack_slim(wheel: Path, site: Path, arch: str) -> int:
 
 
 def copy_project(target: Path, root: Path = ROOT) -> None:
-    """Copy the current files of this checkout: those that git tracks or would add."""
+    """Copy this checkout's files that git tracks or would add."""
     listed = ("ls-files", "-z", "--cached", "--others", "--exclude-standard")
     done = subprocess.run(["git", "-C", root, *listed], check=True, capture_output=True, text=True)
     for name in filter(None, done.stdout.split("\0")):
@@ -149,7 +149,6 @@ def copy_project(target: Path, root: Path = ROOT) -> None:
 
 
 def pack(tree: Path, archive: Path) -> int:
-    """Write `tree` as a tar.xz; return its size."""
     fresh = archive.with_name(archive.name + ".part")
     with tarfile.open(fresh, "w:xz") as tar:
         tar.add(
@@ -167,10 +166,8 @@ def build(
     install: Callable[[Plan, Path], None] = install,
     log: Callable[[str], None] = lambda text: print(f"gpu_bundle: {text}", flush=True),
 ) -> int:
-    """Build the archive; return its size.
-
-    Raises: SystemExit: pip failed, or the archive is larger than a GPU machine accepts.
-    """
+    """Build the archive; return its size. Raises SystemExit if pip fails or the archive is larger
+    than a GPU machine accepts."""
     plan.place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=plan.place) as scratch:
         tree = Path(scratch) / NAME

@@ -7,7 +7,7 @@
 Without a GPU, Triton has no active driver, and vLLM replaces its kernels with placeholders, so that
 errors in the kernels would appear only on a GPU. This program therefore makes Triton's NVIDIA
 driver look active. It needs torch, triton and transformers in the GPU machine's versions. It prints
-a line per module that cannot be imported, then counts; the exit status is 1 if an import failed.
+a line per module that cannot be imported, and exits with 1 if there is one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "tools"))
 
 from gpu import take_native_core  # noqa: E402 - a script's neighbour
 
-#: The modules that an engine with our models and an API server import, late imports included.
+#: The modules that an engine with our models and an API server import, including late imports.
 ENGINE = (
     *("vllm.triton_utils", "vllm.entrypoints.openai.api_server", "vllm.entrypoints.cli.main"),
     *("vllm.v1.worker.gpu_worker", "vllm.v1.worker.gpu_model_runner", "vllm.lora.ops.triton_ops"),
@@ -44,7 +44,7 @@ TESTS = (
 
 
 def activate_triton() -> None:
-    """Make Triton's NVIDIA driver, and only this one, look active."""
+    """Make only Triton's NVIDIA driver look active."""
     from triton.backends import backends
 
     for name, backend in backends.items():

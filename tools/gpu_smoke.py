@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Check a GPU in a minute: versions, maximum rates, registration, copies, and a fence.
 
-It prints one JSON object per line, so that earlier results remain if the run is interrupted. If a
-step fails, its line contains `failed`, and the exit status is 1. `tools/gpu.py smoke` runs this.
+`tools/gpu.py smoke` runs this program. It prints one JSON object per line, so that an interrupted
+run keeps its results. If a step fails, its line contains `failed`, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ FENCE_S_MAX = 10.0
 
 
 class Smoke:
-    """A printer of results, which records whether a step failed."""
+    """Prints results, and records whether a step failed."""
 
     def __init__(self) -> None:
         self.failed = False
@@ -78,7 +78,7 @@ def report_ceilings(smoke: Smoke, torch: Any) -> None:
 
 
 def report_vllm_kernels(smoke: Smoke, torch: Any) -> None:
-    """Run one kernel of vLLM's library; in a bundle it has code for one architecture only."""
+    """Run one kernel of vLLM's library, which has code for one architecture in a bundle."""
     import_module("vllm._C_stable_libtorch")
     row = torch.randn(4, 256, dtype=torch.bfloat16, device="cuda")
     weight, out = torch.ones(256, dtype=torch.bfloat16, device="cuda"), torch.empty_like(row)
@@ -91,7 +91,7 @@ def report_vllm_kernels(smoke: Smoke, torch: Any) -> None:
 
 
 def report_copies(smoke: Smoke, world: World, sizes: tuple[int, ...], size_max: int) -> None:
-    """Report the GB/s of every arm by size, for each direction and for both at once."""
+    """Report the GB/s of every arm by size, for each direction and for both together."""
     for arm in list(world.arms):
         for size in sizes:
             count = max(2, min(1000, size_max // size))
@@ -121,10 +121,8 @@ def rate(world: World, arm: str, work: dict[Direction, Any]) -> float:
 def report_fence(
     smoke: Smoke, cuda: Cuda, stream: Callable[[], int], compute: Callable[[], None]
 ) -> None:
-    """Measure how long a load whose fence has passed waits for a load whose fence has not.
-
-    compute: a function that keeps `stream` busy for a while and returns at once.
-    """
+    """Measure how long a load with a passed fence waits behind a load with a pending fence.
+    `compute` keeps `stream` busy for a while, and returns at once."""
     staging = Staging(2 * MIB, 6, 2, numa_node=cuda.facts.numa_node)
     memory = cuda.allocate(staging.size_bytes)
     starts = np.array([memory], np.uint64)
@@ -150,7 +148,6 @@ def report_fence(
 
 
 def report_world(smoke: Smoke, cuda: Cuda, kernel: int, size: int, sizes: tuple[int, ...]) -> None:
-    """Report registration and copies, with staging of `size` bytes."""
     facts = cuda.facts
     smoke.report(
         gpu=facts.name,

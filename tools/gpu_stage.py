@@ -18,14 +18,16 @@ from pathlib import Path
 from typing import IO
 
 _TAIL_LINES = 14
-#: A process that the driver blocks in the kernel cannot be killed; the next stage starts anyway.
+#: The wait for a killed process, which the driver can block in the kernel. The next stage then
+#: starts.
 _KILL_S_MAX = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The result of a command. code: the exit status, or minus the signal. tail: the last lines."""
+    """The result of a command. `code` is the exit status, or minus the signal; `tail` the last
+    lines."""
 
     code: int
     seconds: float
@@ -43,8 +45,8 @@ def run_stage(
 ) -> Ended:
     """Run `command` in `directory`; write its output to `log`, and append it to `live` if given.
 
-    A tenth of the limit before its end, but at most 15 s, the command receives SIGINT, so that
-    pytest can write its results. At the end all processes that remain are killed.
+    At most 15 s, or a tenth of the limit, before its end the command receives SIGINT, so that
+    pytest can write its results. At the end all remaining processes are killed.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
     for path in filter(None, (log, live)):
@@ -56,7 +58,7 @@ def run_stage(
         if live is not None:
             copies.append(files.enter_context(live.open("a")))
         process = subprocess.Popen(
-            # A shell's background job ignores SIGINT, and so would its children.
+            # A shell's background job and its children ignore SIGINT.
             ["env", "--default-signal=INT", *command],
             cwd=directory,
             env=dict(env),
@@ -85,7 +87,7 @@ def run_stage(
 
 
 def pack(directories: Sequence[Path], archive: Path) -> None:
-    """Write the directories to a tar.gz; replace the old one only when the new one is complete."""
+    """Write the directories to a tar.gz, which replaces the old one when it is complete."""
     fresh = archive.with_name(archive.name + ".part")
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tarfile.open(fresh, "w:gz") as tar:
@@ -96,7 +98,7 @@ def pack(directories: Sequence[Path], archive: Path) -> None:
 
 
 def _keep(stream: IO[str], copies: Sequence[IO[str]], tail: deque[str]) -> None:
-    """Save the output until all processes that hold the pipe open have exited."""
+    """Save the output until every process that holds the pipe open has exited."""
     for line in stream:
         tail.append(line)
         for copy in copies:
@@ -114,11 +116,9 @@ def _ends(process: subprocess.Popen[str], within_s: float) -> bool:
 
 
 def _kill_all(process: subprocess.Popen[str]) -> None:
-    """Kill the command's process and all its descendants.
-
-    This process is their reaper: a descendant whose parent dies becomes its child. Servers run in
-    separate sessions, so killing a process group would miss them.
-    """
+    """Kill the command's process and all its descendants, which become this process's children when
+    their parents die. Servers run in separate sessions, so killing a process group would miss
+    them."""
     process.kill()
     _ends(process, _KILL_S_MAX)
     deadline_s = time.monotonic() + _KILL_S_MAX
@@ -132,7 +132,6 @@ def _kill_all(process: subprocess.Popen[str]) -> None:
 
 
 def _children() -> list[int]:
-    """Return the process IDs of this process's children, from /proc."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:

@@ -5,9 +5,9 @@ Usage: python tools/graft.py [--diff] VLLM_TREE
 
 VLLM_TREE contains vLLM's package `vllm/` and, if it is a source tree, `setup.py`. The package is
 copied to `vllm/v1/kv_offload/nvmeof/` with rewritten imports and with the compiled modules that are
-installed for this Python. The few lines of `EDITS` are added to vLLM's own files. If a file does
-not contain an edit's text exactly once, the script names the file and changes nothing. A second run
-updates the package and keeps the edits. `--diff` prints the edits and changes nothing.
+installed for this Python. The lines of `EDITS` are added to vLLM's own files. If a file does not
+contain an edit's text exactly once, the script names the file and changes nothing. A second run
+updates the package and keeps the edits. `--diff` only prints the edits.
 """
 
 from __future__ import annotations
@@ -29,21 +29,18 @@ IN_TREE = "vllm.v1.kv_offload.nvmeof"
 PLACE = Path(*IN_TREE.split("."))
 _COMPILED = ("_tiers", "_native")
 _KERNELS = ("copy_blocks.cu", "crc_blocks.cu")
-#: A fork needs no plugin, and only the checks of this repository need the type stubs.
+#: A fork needs no plugin, and only this repository's checks need the type stubs.
 _LEFT_OUT = ("plugin.py", "*.pyi", "*.cpp", "*.h", "*.def", "*.so", "__pycache__")
 
 
 class GraftError(Exception):
-    """An error if the tree is unexpected or compiled modules are missing; nothing was changed."""
+    """An unexpected tree or missing compiled modules; nothing was changed."""
 
 
 @dataclass(frozen=True)
 class Edit:
-    """A change to one of vLLM's files.
-
-    anchor: whole lines that occur once in `file`. lines: their replacement. only_source: the file
-    exists only in a source tree, not in an installed vLLM.
-    """
+    """A change to one of vLLM's files: `lines` replace `anchor`, whole lines that occur once in
+    `file`. With `only_source` the file exists only in a source tree, not in an installed vLLM."""
 
     file: str
     anchor: str
@@ -51,7 +48,8 @@ class Edit:
     only_source: bool = False
 
     def apply(self, text: str) -> str:
-        """Return the text with the edit, which it may already contain; raises `GraftError`."""
+        """Return the text with the edit, unchanged if it already has the edit. Raises
+        GraftError."""
         if self.lines in text:
             return text
         if text.count(self.anchor) != 1:
@@ -74,7 +72,7 @@ def _before(file: str, anchor: str, added: str) -> Edit:
 
 _CACHE, _CONFIG = "vllm/config/cache.py", "vllm/config/vllm.py"
 _TRANSFER, _ENGINE = "vllm/config/kv_transfer.py", "vllm/v1/engine/core.py"
-#: The edits for all known releases, 0.32 and 0.33.
+#: The edits for vLLM 0.32 and 0.33.
 EDITS = (
     Edit(
         _CACHE,
@@ -151,7 +149,7 @@ EDITS = (
 
 
 def edited(tree: Path) -> dict[str, tuple[str, str]]:
-    """Return file → (its text, its text with all edits); raise `GraftError` if one fails."""
+    """Return, by file, the text before and after all edits. Raises GraftError if one fails."""
     if not (tree / "vllm" / "__init__.py").is_file():
         raise GraftError(f"{tree}: there is no vLLM: {tree / 'vllm/__init__.py'} is missing")
     is_source = (tree / "setup.py").is_file()
@@ -168,7 +166,7 @@ def edited(tree: Path) -> dict[str, tuple[str, str]]:
 
 
 def diff(tree: Path) -> str:
-    """Return the edits of this tree in the format of `diff -u`."""
+    """Return this tree's edits in the format of `diff -u`."""
     out: list[str] = []
     for file, (before, after) in sorted(edited(tree).items()):
         lines = (before.splitlines(keepends=True), after.splitlines(keepends=True))
@@ -177,12 +175,12 @@ def diff(tree: Path) -> str:
 
 
 def rewritten(text: str) -> str:
-    """Return a module's text with the package's name replaced by its name in vLLM's tree."""
+    """Return a module's text with the package's name in vLLM's tree."""
     return re.sub(rf"\b{PACKAGE}\b", IN_TREE, text)
 
 
 def compiled_modules() -> list[Path]:
-    """Return the compiled modules installed for this Python; raise `GraftError` without them."""
+    """Return the compiled modules installed for this Python. Raises GraftError without them."""
     spec = importlib.util.find_spec(PACKAGE)
     places = [] if spec is None else list(spec.submodule_search_locations or ())
     suffix = importlib.machinery.EXTENSION_SUFFIXES[0]
@@ -213,7 +211,7 @@ def lay(package: Path) -> None:
 
 
 def graft(tree: Path) -> None:
-    """Copy the package into `tree` and edit vLLM's files; on `GraftError` nothing is changed."""
+    """Copy the package into `tree` and edit vLLM's files. A GraftError changes nothing."""
     texts = edited(tree)
     place = tree / PLACE
     fresh = place.with_name(f".{place.name}.new")
@@ -224,7 +222,7 @@ def graft(tree: Path) -> None:
         fresh.rename(place)
     finally:
         shutil.rmtree(fresh, ignore_errors=True)
-    # The package is copied first, because a vLLM with only the edits could not be imported.
+    # The package is copied first, because vLLM with only the edits could not be imported.
     for file, (before, after) in texts.items():
         if after != before:
             _replace(tree / file, after)

@@ -18,7 +18,7 @@ DOCUMENT = Document("metrics.md", "metrics_doc.py")
 
 
 def values_of(label: Label) -> str:
-    """Return a label as a Prometheus matcher, or only its name if it has no fixed values."""
+    """Return a label as a Prometheus matcher, or its name if it has no fixed values."""
     return f'`{label.name}=~"{"|".join(label.values)}"`' if label.values else f"`{label.name}`"
 
 
@@ -44,7 +44,6 @@ def labels() -> list[str]:
 
 
 def lists() -> str:
-    """Return Markdown lists of all metrics with units and labels, counters first."""
     counters, gauges = entries(COUNTERS.values()), entries(GAUGES.values())
     parts = ["## Counters\n", *counters, "\n## Gauges\n", *gauges]
     return "\n".join([*parts, "\n## Labels without fixed values\n", *labels()])

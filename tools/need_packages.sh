@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Sourced by the other scripts here.
+# Functions that the other scripts here source.
 
 fail() {
     echo "${0##*/}: $*" >&2

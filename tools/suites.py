@@ -2,8 +2,8 @@
 """Run test suites one after another, even after a failure; print the failed ones at the end.
 
 `make test` calls `tools/suites.py MAKE NAME…`; each NAME stands for a target `suite-NAME` of the
-Makefile. The exit status is 1 if a suite failed. After SIGINT or SIGTERM it is 128 + the signal's
-number, as in a shell; by then the running suite has exited, and no other is started.
+Makefile. The exit status is 1 if a suite failed. After SIGINT or SIGTERM no further suite starts,
+and the exit status is 128 plus the signal's number, when the running suite has exited.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 
 
 def run(make: str, names: list[str]) -> int:
-    """Run the suites; return the exit status. make: the command `$(MAKE)`."""
+    """Run the suites; return the exit status. `make` is the command `$(MAKE)`."""
     failed: list[str] = []
     for place, name in enumerate(names):
         stopped_by, status = _run_suite([make, "--no-print-directory", f"suite-{name}"])
@@ -37,7 +37,7 @@ def run(make: str, names: list[str]) -> int:
 
 
 def _run_suite(command: list[str]) -> tuple[int, int]:
-    """Run a suite; return the signal that stopped it, or 0, and the suite's exit status."""
+    """Run a suite; return the signal that stopped it (or 0), and its exit status."""
     stopped_by = 0
     process: subprocess.Popen[bytes] | None = None
 

