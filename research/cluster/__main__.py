@@ -30,7 +30,7 @@ app = typer.Typer(cls=_Parts, no_args_is_help=True)
 
 @app.callback(help=__doc__)
 def _whole() -> None:
-    """Make Typer create a group of commands, for which it needs a callback."""
+    """Make Typer create a group of commands, which needs a callback."""
 
 
 @app.command()

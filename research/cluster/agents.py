@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Agents: how many tokens each turn finds, adds and answers, as recorded or drawn from a trace.
+"""Agents, recorded in or drawn from a trace: the tokens that each turn finds, adds and answers.
 
 An agent's context only grows, by each turn's new tokens and answer. `blocks` identify the parts
 that prompts share, for simulations that look up tokens; without `blocks`, agents share nothing.
@@ -19,14 +19,15 @@ from vllm_nvmeof_bench.traces import Ids, Request, Session, Trace
 
 #: The range of the first prompt of a drawn agent, in tokens.
 _FIRST_TOKENS = (2000, 8000)
-#: If a prompt adds more tokens than this, it is a new context, not a turn.
+#: A prompt that adds more tokens than this is a new context, not a turn.
 _ADDED_MAX = 4000
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent. By turn: tokens found if everything is kept, tokens to compute, tokens of the
-    answer, seconds before the turn, and blocks of the prompt, if any. start_s: None: at once."""
+    """An agent. By turn, `hit` are the tokens found if everything is kept, `new` the tokens to
+    compute, `answer` the tokens of the answer, `think_s` the seconds before the turn, and `blocks`
+    the blocks of the prompt. An agent without `start_s` starts at once."""
 
     hit: tuple[int, ...]
     new: tuple[int, ...]
@@ -45,8 +46,9 @@ class Means:
 
 
 def recorded_agents(trace: Trace, think_scale: float) -> list[Agent]:
-    """Return the sessions as recorded, sub-agents separately. A session without a clock finds its
-    own earlier tokens; one with a clock, a single request, finds those of all earlier requests."""
+    """Return the sessions as recorded, with sub-agents as separate agents. A session without a
+    clock finds its own earlier tokens; a session with a clock is one request, which finds the
+    tokens of all earlier requests."""
     shared: set[int] = set()
     agents = []
     for session in trace.sessions:
@@ -91,8 +93,8 @@ def _recorded(session: Session, seen: set[int], block_tokens: int, think_scale: 
 
 
 def drawn_agents(trace: Trace, means: Means, tokens_max: int, count: int, seed: int) -> list[Agent]:
-    """Return agents whose contexts grow to `tokens_max`, without think times. Their turns are drawn
-    from the trace and scaled to the means."""
+    """Return agents without think times whose contexts grow to `tokens_max`, with turns drawn from
+    the trace and scaled to the means."""
     pairs = _turns(trace)
     if not pairs:
         raise BenchError(f"{trace.name}: no session has a second turn to draw from")
@@ -128,7 +130,7 @@ def _drawn(
 
 
 def _turns(trace: Trace) -> list[tuple[int, int]]:
-    """Return (tokens added, tokens answered) of each turn that continues the previous one."""
+    """Return the tokens added and answered by each turn that continues the previous one."""
     found = []
     for session in trace.sessions:
         requests = [step for step in session.steps if isinstance(step, Request)]
@@ -141,7 +143,6 @@ def _turns(trace: Trace) -> list[tuple[int, int]]:
 
 
 def described(agents: Sequence[Agent]) -> dict[str, float]:
-    """Return the means over all turns, and the number of agents."""
     turns = sum(len(one.new) for one in agents)
     hit = sum(sum(one.hit) for one in agents)
     prompt = hit + sum(sum(one.new) for one in agents)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cluster on a virtual clock: turns are routed, read, computed, transferred and answered.
 
-Links, prefill nodes and transfers to decode nodes handle one item at a time, unless loads share a
-link in this cluster; decoding is a delay. The product's rules decide which link reads a piece
-(`choose_lane`) and whether to read at all (`Admission`). A read is queued on its link when this is
-decided, not when the link has room. A wrong choice thus costs a whole load here, but only a few
-chunks in the product.
+Links, prefill nodes and transfers to decode nodes handle one item at a time, unless loads share
+links; decoding is a delay. The product's rules decide which link reads a piece (`choose_lane`) and
+whether to read at all (`Admission`). A read is queued on its link when the link is chosen, not when
+it has room. A wrong choice thus costs a whole load here, but only a few chunks in the product.
 
-An event is (time, a number for the agent and the kind), so simultaneous events have a fixed order,
-and equal seeds give equal results.
+An event is (time, a number for the agent and the kind), so that simultaneous events have a fixed
+order, and equal seeds give equal results.
 """
 
 from __future__ import annotations
@@ -29,24 +28,25 @@ from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission
 from vllm_nvmeof_offload.native import choose_lane
 
-#: The own link only; the own and the helper's link in turn; the rule, for whole loads; the rule,
-#: for pieces of loads; no reads, as a bound.
+#: Only the own link; the own and the helper's link alternately; the product's rule for whole loads;
+#: the rule for pieces of loads; no reads, as a bound.
 PATHS = ("own", "alternate", "request", "chunk", "none")
 ROUTERS = ("least", "round_robin", "sticky")
 _TURN, _LOADED, _PREFILLED, _DECODED, _LOST, _READ = range(6)
 _KINDS = 8
 #: The fewest chunks of a load that is split, and the most pieces into which it is split.
 _SPLIT_CHUNKS_MIN, _PIECES_MAX = 4, 16
-#: How long after the loss of a link its reads reach their deadline and are moved.
+#: The time from the loss of a link to the deadline of its reads, which are then moved.
 _NOTICED_S = 0.5
 
 
 @dataclass(frozen=True)
 class Rules:
-    """Rules of a run. path: one of `PATHS`. router: one of `ROUTERS`; sticky: an agent's prompts
-    stay on its engine. helpers: decode engines that may read for a prompt. admission: recompute
-    what is computed faster than read, as in the product; queue: also count prompts that wait for
-    the engine, unlike the product. lost: (node, from, until) of a lost link."""
+    """The rules of a run. `path` is one of `PATHS`, and `router` one of `ROUTERS`; with sticky, an
+    agent's prompts stay on its engine. `helpers` decode engines may read for a prompt. With
+    `admission`, tokens that are computed faster than read are recomputed, as in the product;
+    `queue` also counts prompts that wait for the engine, unlike the product. `lost` is (node, from,
+    until) of a lost link."""
 
     path: str = "chunk"
     router: str = "least"
@@ -61,20 +61,21 @@ class Rules:
 
 
 class Finds(Protocol):
-    """A model of what prompts find in the tiers of their engine and of others."""
+    """A model of the tokens that prompts find in the tiers of engines."""
 
     def find(self, agent: int, turn: int, prefill: int) -> tuple[int, int]:
-        """Return (number of tokens found, number of these that must be read)."""
+        """Return the number of tokens found, and how many of them must be read."""
 
     def prefilled(self, agent: int, turn: int, prefill: int) -> None:
-        """Store the prompt, which is now in the engine's memory."""
+        """Store the prompt, which the engine has computed."""
 
     def decoded(self, agent: int, turn: int, decode: int) -> None:
-        """Store the answer, which is now in the decode engine's memory."""
+        """Store the answer, which the decode engine has computed."""
 
 
 class Given:
-    """The hits given by the trace, all to be read; with `local`, only where they were computed."""
+    """The trace's hits, all of which must be read; with `local`, only the engine that computed them
+    has them."""
 
     def __init__(self, agents: Sequence[Agent], local: bool) -> None:
         self._hits = [one.hit for one in agents]
@@ -96,8 +97,9 @@ class Given:
 
 @dataclass
 class Outcome:
-    """A run's results. begun_s, ttft_s: each turn's start and TTFT, in order of first tokens.
-    ended_s: by agent, the end of its last answer; 0: the agent has not finished."""
+    """A run's results. `begun_s` and `ttft_s` are each turn's start and TTFT, in order of first
+    tokens. `ended_s` is, by agent, the end of the last answer, or 0 if the agent has not
+    finished."""
 
     begun_s: list[float] = field(default_factory=list)
     ttft_s: list[float] = field(default_factory=list)
@@ -112,7 +114,7 @@ class Outcome:
 
 
 class Cluster:
-    """One run. starts_s: start time by agent; horizon_s: events after it are ignored."""
+    """One run. `starts_s` are the agents' start times. Events after `horizon_s` are ignored."""
 
     def __init__(
         self,
@@ -141,7 +143,7 @@ class Cluster:
         self._turn, self._begun_s = [0] * count, [0.0] * count
         self._prefill, self._decode, self._home = [0] * count, [0] * count, [-1] * count
         self._found, self._new = [0] * count, [0] * count
-        #: By agent: when its load ends, and, if a link is lost, the part that each lane reads.
+        #: By agent, the end of its load and, if a link is lost, the part that each lane reads.
         self._due_s = [-1.0] * count
         self._loads: dict[int, list[tuple[int, float, float]]] = {}
         self._routed = itertools.count()
@@ -288,7 +290,7 @@ class Cluster:
     # -- reads ------------------------------------------------------------------------
 
     def _read(self, now_s: float, agent: int, count: float) -> float:
-        """Queue a load on its lanes; return the time at which it will be complete."""
+        """Queue a load on its lanes; return the time of its completion."""
         prefill, path = self._prefill[agent], self._rules.path
         if path == "own" or not self._machines.decode:
             parts = {prefill: count}
@@ -322,7 +324,7 @@ class Cluster:
             self._loaded(now_s, agent)
 
     def _chosen(self, now_s: float, agent: int, count: float) -> dict[int, float]:
-        """Return the bytes that each lane reads, as distributed by the product's rule."""
+        """Return the bytes that the product's rule gives to each lane."""
         lanes, machines, prefill = self.lanes, self._machines, self._prefill[agent]
         chunks = int(count / (machines.bytes_per_token * machines.chunk_tokens))
         pieces = min(chunks, _PIECES_MAX) if self._rules.path == "chunk" else 1
@@ -356,7 +358,7 @@ class Cluster:
         return {one: n * part for one, n in zip(numbers, given, strict=True) if n}
 
     def _helpers(self, now_s: float, agent: int) -> list[int]:
-        """Return the lanes of those decode engines that the router names and whose links work."""
+        """Return the lanes of the decode engines that the router names and whose links work."""
         machines, prefill, rules = self._machines, self._prefill[agent], self._rules
         queues_s = []
         if rules.helpers > 1:
@@ -374,8 +376,7 @@ class Cluster:
         return own or (helped and bool(self._helpers(now_s, agent)))
 
     def _worth(self, now_s: float, agent: int, count: float, tokens: int) -> bool:
-        """Return whether to read rather than compute, as decided by the product. If no link can
-        read, compute."""
+        """Return whether the product would read rather than compute: not if no link can read."""
         if self._rules.lost and not self._readable(now_s, agent):
             return False
         prefill = self._prefill[agent]
@@ -397,7 +398,7 @@ class Cluster:
         return admission.decide([int(count)], [int(queued)], tokens).load
 
     def _link_lost(self, now_s: float, _: int) -> None:
-        """Handle the deadline of the lost link's reads: move them to other links or compute."""
+        """Handle the deadline of a lost link's reads: move them to other links, or compute."""
         assert self._rules.lost is not None
         lost, since_s, until_s = self._rules.lost
         self.lanes[lost].free_s = until_s

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A link to the pool: it reads in sequence at its rate, and peers know its reported queue."""
+"""Links to the pool, which read in sequence, and whose reported queues peers know."""
 
 from __future__ import annotations
 
 import math
 
-#: The length of the windows by which bytes are counted, for the balance of links.
+#: The length of the windows in which bytes are counted for the balance of links.
 WINDOW_S = 2.0
 
 
@@ -13,7 +13,7 @@ class Lane:
     """A node's link. Reads are sequential, so a read's end is known when it is queued.
 
     A peer knows the queue that the lane last reported, at most `report_s` ago, and the reads that
-    the peer itself has queued since then.
+    the peer has queued since then.
     """
 
     __slots__ = ("_beat", "_given_s", "_per_s", "_reported_s", "free_s", "lost", "rate", "windows")
@@ -21,7 +21,7 @@ class Lane:
     def __init__(self, rate: float, report_s: float) -> None:
         self.rate = rate
         self.free_s = 0.0
-        #: The (start, end) of the period in which the link is lost.
+        #: The start and end of the period in which the link is lost.
         self.lost = (math.inf, math.inf)
         #: Bytes, by the window in which their read started.
         self.windows: list[float] = []
@@ -31,16 +31,16 @@ class Lane:
         self._given_s: dict[int, float] = {}
 
     def queue_s(self, now_s: float) -> float:
-        """Return the seconds until the lane will have read its queue."""
+        """Return the seconds until the lane has read its queue."""
         return max(0.0, self.free_s - now_s)
 
     def seen_s(self, now_s: float, peer: int) -> float:
-        """Return the seconds until the lane will have read its queue, as far as `peer` knows."""
+        """Return the seconds until the lane has read its queue, as far as `peer` knows."""
         self._report(now_s)
         return max(0.0, self._reported_s - now_s) + self._given_s.get(peer, 0.0)
 
     def read(self, now_s: float, count: float, peer: int = -1) -> float:
-        """Queue `count` bytes; return the time at which they will have been read."""
+        """Queue `count` bytes; return the time at which they are read."""
         self._report(now_s)
         start_s = self.free_s if self.free_s > now_s else now_s
         took_s = count / self.rate
@@ -57,7 +57,7 @@ class Lane:
         return end_s
 
     def usable(self, now_s: float, noticed_s: float) -> bool:
-        """Return whether the link can be used; its loss is noticed only after `noticed_s`."""
+        """Return whether the link seems usable: its loss is noticed only after `noticed_s`."""
         return not self.lost[0] + noticed_s <= now_s < self.lost[1]
 
     def _report(self, now_s: float) -> None:
@@ -68,18 +68,16 @@ class Lane:
 
 
 class SharedLane(Lane):
-    """A link shared by loads as in the product's queue: the load with the fewest reads in flight
-    gets the next place. Reads in flight are sequential.
-
-    A read is a pair: the time at which it completes, and its load.
-    """
+    """A link that loads share as in the product: the load with the fewest reads in flight gets the
+    next place. Reads in flight are sequential. A read is a pair of its completion time and its
+    load."""
 
     __slots__ = ("_chunk_bytes", "_in_flight", "_left", "_link_s", "_places")
 
     def __init__(self, rate: float, report_s: float, places: int, chunk_bytes: float) -> None:
         super().__init__(rate, report_s)
         self._places, self._chunk_bytes, self._link_s = places, chunk_bytes, 0.0
-        #: Load → its waiting bytes, in order of arrival; load → its reads in flight.
+        #: The waiting bytes by load, in order of arrival, and the reads in flight by load.
         self._left: dict[int, float] = {}
         self._in_flight: dict[int, int] = {}
 
@@ -115,8 +113,8 @@ class SharedLane(Lane):
 
 
 def balance(lanes: list[Lane], share: float = 0.6) -> list[float]:
-    """Return the lanes' maximum / mean by window, for the first `share` of the windows with reads,
-    because in the last ones too few agents remain."""
+    """Return the lanes' maximum / mean of bytes by window, for the first `share` of the windows
+    with reads, because too few agents remain in the last ones."""
     length = max((len(lane.windows) for lane in lanes), default=0)
     found = []
     for window in range(length):

@@ -21,44 +21,33 @@ _LIKE_MAX = 8
 @dataclass(frozen=True)
 class Machines:
     """A cluster. Nodes of one kind are equal, and an engine is a node. Rates are per node and
-    direction.
-
-    decode: if 0, prefill nodes decode too, without transfers. storage_bytes_per_s: the rate of a
-    node's link to the pool. compute_bytes_per_s: the rate of its links to other nodes together.
-    flop_per_pair: FLOP of attention per pair of a new token and an earlier one. request_s: fixed
-    time per prompt. weight_bytes: bytes of the model that a decode step reads; memory_bytes_per_s:
-    rate of a node's GPUs together; step_s_min: shortest step. step_kv_share: share of the KV in a
-    decode node's memory that a step reads. *_tokens_max: KV that a node's GPU memory holds; 0: no
-    bound. batch_tokens_max: a prefill node with more outstanding tokens gets no prompts. drives: in
-    an enclosure that all nodes share; 0: no enclosure. local: only the node that stored a chunk can
-    read it. report_s: interval of a peer's queue reports. places: chunks in flight on a link that
-    loads share; 0: loads are read one after another.
-    """
+    direction."""
 
     name: str
     prefill: int
-    decode: int
-    storage_bytes_per_s: float
-    compute_bytes_per_s: float
+    decode: int  # 0: prefill nodes decode too, without transfers
+    storage_bytes_per_s: float  # of a node's link to the pool
+    compute_bytes_per_s: float  # of a node's links to other nodes together
     bytes_per_token: float
     flop_per_token: float
     flop_per_s: float
-    weight_bytes: float
-    memory_bytes_per_s: float
-    step_s_min: float = 0.0
-    flop_per_pair: float = 0.0
-    request_s: float = 0.0
-    step_kv_share: float = 0.0
-    prefill_tokens_max: float = 0.0
-    decode_tokens_max: float = 0.0
+    weight_bytes: float  # that a decode step reads
+    memory_bytes_per_s: float  # of a node's GPUs together
+    step_s_min: float = 0.0  # shortest decode step
+    flop_per_pair: float = 0.0  # attention, per pair of a new token and an earlier one
+    request_s: float = 0.0  # fixed time per prompt
+    step_kv_share: float = 0.0  # share of the KV in a decode node's memory that a step reads
+    prefill_tokens_max: float = 0.0  # KV that a node's GPU memory holds; 0: no bound
+    decode_tokens_max: float = 0.0  # the same on a decode node
+    #: Outstanding tokens above which a prefill node gets no prompts.
     batch_tokens_max: float = 2_000_000
-    drives: int = 0
+    drives: int = 0  # in an enclosure that all nodes share; 0: no enclosure
     drive_bytes_per_s: float = 0.0
     enclosure_bytes_per_s: float = 0.0
-    local: bool = False
-    report_s: float = 0.05
+    local: bool = False  # only the node that stored a chunk can read it
+    report_s: float = 0.05  # interval of reports of a peer's queue
     chunk_tokens: int = 256
-    places: int = 0
+    places: int = 0  # chunks in flight on a link that loads share; 0: loads are sequential
 
     def __post_init__(self) -> None:
         positive = ("prefill", "storage_bytes_per_s", "compute_bytes_per_s", "bytes_per_token")
@@ -75,7 +64,7 @@ class Machines:
 
     @property
     def shared_bytes_per_s(self) -> float:
-        """The rate at which all nodes together can read from the enclosure; 0: no bound."""
+        """Return the rate at which all nodes together can read from the enclosure; 0: no bound."""
         rates = (self.drives * self.drive_bytes_per_s, self.enclosure_bytes_per_s)
         return min((rate for rate in rates if rate), default=0.0)
 
@@ -95,10 +84,8 @@ class Machines:
 
 
 def read_machines(path: Path, name: str) -> Machines:
-    """Read the cluster `name` from a machine file.
-
-    Raises: BenchError: there is no such file or cluster, or a value is invalid.
-    """
+    """Read the cluster `name` from a machine file. Raises BenchError if there is no such file or
+    cluster, or a value is invalid."""
     try:
         content: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
@@ -117,7 +104,7 @@ def read_machines(path: Path, name: str) -> Machines:
 
 
 def _inherited(content: dict[str, Any], name: str, path: Path) -> dict[str, Any]:
-    """Return a table's values; values that it lacks are those of the tables in its `like` chain."""
+    """Return a table's values, completed by those of the tables in its `like` chain."""
     found: dict[str, Any] = {}
     for _ in range(_LIKE_MAX):
         if not isinstance(content.get(name), dict):
@@ -130,7 +117,7 @@ def _inherited(content: dict[str, Any], name: str, path: Path) -> dict[str, Any]
 
 
 def _model_bytes(model: str) -> float:
-    """Return KV bytes per token of a preset or config.json, computed as by `vllm-nvmeof size`."""
+    """Return KV bytes per token of a preset or config.json, as `vllm-nvmeof size` computes them."""
     place = Path(model)
     shape = read_model(place) if place.exists() else preset(model)
     deployment = Deployment(kv_element_bytes=shape.kv_element_bytes("auto"))

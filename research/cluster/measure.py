@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m research.cluster`: the benefit of reading over several links, for whole clusters.
 
-`offline`: DualPath's clusters with all agents at once. `agents`: a cluster by the number of agents.
-`online`: the arrival rate of agents that a cluster sustains within its objectives. `recorded`: the
-trace's sessions as recorded. `open`: questions that DualPath leaves open. `enclosure`: drives in an
-enclosure, compared with the same drives in the nodes. `offline`, `split`, `routers` and `enclosure`
-run with every seed, the other parts with the first one. Results do not depend on this machine, and
-equal seeds give equal files.
+The part `offline` runs DualPath's clusters with all agents at once, `agents` a cluster with several
+numbers of agents, and `recorded` the trace's sessions as recorded. `online` finds the arrival rate
+of agents that a cluster sustains within its objectives. `open` examines questions that DualPath
+leaves open. `enclosure` compares drives in an enclosure with the same drives in the nodes.
+`offline`, `split`, `routers` and `enclosure` run with every seed, the other parts with the first
+seed. Results do not depend on this machine, and equal seeds give equal files.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from research.cluster.tiers import Sizes, Tiers
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.commands.size.report import turns_per_s
 
-#: The name of each arm → its rules. `alternate` is DualPath without its scheduling.
+#: The rules by arm. `alternate` is DualPath without its scheduling.
 ARMS = {
     "own": Rules(path="own"),
     "alternate": Rules(path="alternate", router="round_robin"),
@@ -92,7 +92,7 @@ class Settings:
 
 
 class Study:
-    """All runs with one trace. series: run → its balance over time."""
+    """All runs with one trace. `series` is the balance over time, by run."""
 
     def __init__(self, settings: Settings, on_progress: OnProgress) -> None:
         self.settings = settings
@@ -104,7 +104,7 @@ class Study:
         self._drawn: dict[int, list[Agent]] = {}
 
     def population(self, seed: int = 0) -> list[Agent]:
-        """Return the agents to choose from. seed: 0 means the first seed of the settings."""
+        """Return the agents to choose from. Seed 0 means the first seed of the settings."""
         settings, seed = self.settings, seed or self.settings.seeds[0]
         if not settings.added_tokens or not settings.answer_tokens:
             return self.as_recorded
@@ -145,12 +145,12 @@ class Study:
     def offline(
         self, base: Sample, machines: Machines, rules: Rules | None = None, **more: Any
     ) -> Sample:
-        """Run a crowd that starts together. base: gives the seed and the number of agents."""
+        """Run a crowd that starts together, with the seed and number of agents of `base`."""
         agents, starts_s = self.crowd(base.agents, base.seed)
         return self.play(base, machines, agents, starts_s, rules, **more)
 
     def online(self, base: Sample, machines: Machines, rules: Rules | None = None) -> Sample:
-        """Run agents that arrive at random. base: gives the seed, the rate and the window."""
+        """Run agents that arrive at random, with the seed, rate and window of `base`."""
         agents, starts_s = self.arrivals(base.rate, base.window_s, base.seed)
         base = replace(base, agents=len(agents))
         return self.play(base, machines, agents, starts_s, rules)
@@ -164,7 +164,7 @@ class Study:
         rules: Rules | None = None,
         sizes: Sizes | None = None,
     ) -> Sample:
-        """Simulate one run. sizes: if given, the product's managers determine the hits."""
+        """Simulate one run. With `sizes` the product's managers determine the hits."""
         base = replace(base, cluster=machines.name)
         seed = f"seed {base.seed}" if base.seed else ""
         self.note(" · ".join(filter(None, (base.part, base.cluster, base.arm, base.knob, seed))))
@@ -186,7 +186,7 @@ class Study:
 
 
 def _sampled(base: Sample, out: Outcome) -> Sample:
-    """Return a run's results; for an online run, those after the cluster has filled up."""
+    """Return a run's results; of an online run, those after the cluster has filled up."""
     since_s = _WARM * base.window_s
     counted = [
         (at_s, ttft_s)
@@ -234,8 +234,8 @@ def _agents(study: Study) -> Iterator[Sample]:
 
 
 def _online(study: Study) -> Iterator[Sample]:
-    """Search for the highest rate, starting at half of what links and compute allow: go up while
-    the objectives are met, in short windows far above that bound, and then bisect."""
+    """Search for the highest rate: start at half of the rate that links and compute allow, go up
+    while the objectives are met (in short windows far above that bound), and then bisect."""
     for name in study.settings.clusters:
         machines = study.machines(name)
         for arm in ("own", "request", "chunk"):
@@ -251,7 +251,7 @@ def _online(study: Study) -> Iterator[Sample]:
 
 
 def carried(machines: Machines, what: Mapping[str, float], helped: bool) -> float:
-    """Return how many agents per second the links and the compute can sustain."""
+    """Return the agents per second that links and compute can sustain."""
     hit_tokens = what["context_tokens"] * what["hit"]
     read_bytes = what["turns"] * hit_tokens * machines.bytes_per_token
     compute_s = what["turns"] * machines.compute_s(hit_tokens, what["new_tokens"])
@@ -321,7 +321,7 @@ def _admission(study: Study) -> Iterator[Sample]:
 
 
 def _sharing(study: Study) -> Iterator[Sample]:
-    """Compare sizes of an engine's pool, as shares of all agents' tokens at their end."""
+    """Compare sizes of an engine's pool, as shares of all agents' final tokens."""
     machines, count = study.machines("27b-2p2d"), 64
     agents, _ = study.crowd(count)
     whole = sum(one.hit[-1] + one.new[-1] + one.answer[-1] for one in agents)
@@ -373,11 +373,8 @@ _PLAYED: dict[str, Callable[[Study], Iterator[Sample]]] = dict(
 def run(
     settings: Settings, on_progress: OnProgress = unheard
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Simulate the parts; return the samples and the conditions.
-
-    Raises:
-        BenchError: the trace or the clusters cannot be read, or a part is unknown.
-    """
+    """Simulate the parts; return the samples and the conditions. Raises BenchError if the trace or
+    the clusters cannot be read, or a part is unknown."""
     study = Study(settings, on_progress)
     samples = [sample for part in settings.parts for sample in _PLAYED[part](study)]
     return samples, {

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """DualPath's published figures (Wu et al., arXiv 2602.21548, 2026) and the simulated ones.
 
-The paper's machines were not measured here. Two numbers are fitted: a node's compute rate, for all
-rows, and the shortest decode step of the smaller model. The paper's offline ratios are maxima over
-the number of agents ("up to"); ours are medians over seeds.
+Two numbers are fitted, because the paper's machines were not measured: a node's compute rate, for
+all rows, and the shortest decode step of the smaller model. The paper's offline ratios are maxima
+over numbers of agents; ours are medians over seeds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 
 from vllm_nvmeof_bench.results import Goal, median, median_of, paired, select, values_of
 
-#: Cluster → the number of concurrent agents.
+#: The number of concurrent agents by cluster.
 OFFLINE = {"660b-2p4d": 512, "27b-1p1d": 256, "27b-1p2d": 256, "27b-2p1d": 256}
 _SMALL = ("27b-1p1d", "27b-1p2d", "27b-2p1d")
 _NEAR = 0.1
@@ -24,7 +24,7 @@ _ROWS_MIN = 6
 
 @dataclass(frozen=True)
 class Row:
-    """A published figure, and ours by seed. values: empty if it was not simulated."""
+    """A published figure, and ours by seed; `values` is empty if it was not simulated."""
 
     name: str
     published: float
@@ -45,7 +45,7 @@ class Row:
 
 
 def gains(samples: Sequence[Any], cluster: str, arm: str) -> list[float]:
-    """Return, by seed, the ratio of JCT with a node's own link only to JCT of the arm."""
+    """Return, by seed, the ratio of JCT with only a node's own link to the arm's JCT."""
     runs = select(samples, part="offline", cluster=cluster)
     pairs = paired(runs, "end_s", {"arm": "own"}, {"arm": arm}, key=lambda one: one.seed)
     return [own / other for own, other in pairs]
@@ -66,7 +66,7 @@ def _served(samples: Sequence[Any], cluster: str) -> list[float]:
 
 
 def rows(samples: Sequence[Any]) -> list[Row]:
-    """Return the eight rows against which the simulation is checked."""
+    """Return the eight rows with which the simulation is compared."""
     small = [gains(samples, name, "request") for name in _SMALL]
     mean = [fmean(seed) for seed in zip(*small, strict=False)] if all(small) else []
     path, rule = (gains(samples, "660b-2p4d", arm) for arm in ("alternate", "request"))
@@ -75,8 +75,8 @@ def rows(samples: Sequence[Any]) -> list[Row]:
         Row("offline, 27B 1P1D, ×", 1.78, small[0]),
         Row("offline, 27B 1P2D, ×", 2.46, small[1]),
         Row("offline, 27B, mean of 1P1D, 1P2D, 2P1D, ×", 1.64, mean),
-        Row("JCT less by both paths alone, %", 38.2, _less(path), "{:.1f}"),
-        Row("JCT less by paths and scheduling, %", 45.6, _less(rule), "{:.1f}"),
+        Row("JCT reduction by alternating paths, %", 38.2, _less(path), "{:.1f}"),
+        Row("JCT reduction by paths and scheduling, %", 45.6, _less(rule), "{:.1f}"),
         Row("agents per second, 27B 1P1D, ×", 1.67, _served(samples, "27b-1p1d")),
         Row("agents per second, 660B 2P4D, ×", 2.25, _served(samples, "660b-2p4d")),
     ]
@@ -96,7 +96,7 @@ def balance_rows(samples: Sequence[Any]) -> list[Row]:
         )
         for cluster in ("27b-1p2d", "27b-2p1d")
         for arm, words, published in (
-            ("alternate", "in turn", 1.53),
+            ("alternate", "alternating", 1.53),
             ("request", "by the rule", 1.18),
         )
     ]
@@ -116,7 +116,7 @@ def _rows_goal(samples: Sequence[Any]) -> Goal:
 
 
 def _equivalences(samples: Sequence[Any]) -> list[Goal]:
-    """Return goals for JCT ratios of two clusters; the seed that deviates most decides."""
+    """Return goals for JCT ratios of two clusters, by the seed that deviates most."""
     clusters = {
         "own link: 1P1D = 1P2D": (("27b-1p1d", "own"), ("27b-1p2d", "own")),
         "both paths 1P1D = own link 2P1D": (("27b-1p1d", "request"), ("27b-2p1d", "own")),
@@ -139,7 +139,7 @@ def _equivalences(samples: Sequence[Any]) -> list[Goal]:
 def _findings(samples: Sequence[Any]) -> list[Goal]:
     ratios = gains(samples, "27b-2p1d", "alternate")
     blind = median(ratios)
-    found = [Goal("in turn at 2P1D is no gain", "≤ 1 ×")]
+    found = [Goal("alternating at 2P1D gains nothing", "≤ 1 ×")]
     if blind is not None:
         found = [Goal(found[0].name, "≤ 1 ×", blind <= 1.0, blind, f"{blind:.3f} ×", len(ratios))]
     for cluster in ("27b-1p1d", "660b-2p4d"):

@@ -17,35 +17,30 @@ PARTS = ("offline", "agents", "online", "recorded", "open", "enclosure")
 
 @dataclass(frozen=True)
 class Sample:
-    """One run. arm: how links are chosen for reads. rate: agents that arrive per second during
-    window_s; 0: `agents` start together. knob: other differences. seed: for agents and arrivals; 0:
-    the first seed. end_s: when the last answer ended. drift: mean TTFT of the second half of the
-    counted period / of the first half. balance: maximum / mean of the links' bytes, by window. hit:
-    share of prompt tokens found. recomputed: tokens found but recomputed. kept: whether mean TTFT
-    and mean time per token met the objectives."""
+    """The conditions and results of one run."""
 
     part: str
     cluster: str
-    arm: str
+    arm: str  # choice of links for reads
     agents: int
-    rate: float = 0.0
+    rate: float = 0.0  # agents that arrive per second during `window_s`; 0: `agents` start together
     window_s: float = 0.0
-    knob: str = ""
-    seed: int = 0
+    knob: str = ""  # other differences
+    seed: int = 0  # of agents and arrivals; 0: the first seed
     turns: int = 0
-    end_s: float = 0.0
+    end_s: float = 0.0  # end of the last answer
     ttft_mean_s: float = 0.0
     ttft_p50_s: float = 0.0
     ttft_p95_s: float = 0.0
     ttft_p99_s: float = 0.0
     ttft_max_s: float = 0.0
     tpot_s: float = 0.0
-    drift: float = 0.0
-    balance: float = 0.0
+    drift: float = 0.0  # mean TTFT of the second half of the counted period / of the first half
+    balance: float = 0.0  # maximum / mean of the links' bytes, by window
     read_bytes: float = 0.0
-    hit: float = 0.0
-    recomputed: int = 0
-    kept: bool = False
+    hit: float = 0.0  # share of prompt tokens found
+    recomputed: int = 0  # tokens found but recomputed
+    kept: bool = False  # whether mean TTFT and mean time per token met the objectives
 
 
 def _lines(conditions: Conditions) -> Iterator[str]:
@@ -65,9 +60,9 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
     if offline:
         yield Table("All agents at once", _gains(offline), distinct(offline, "cluster"))
     if offline or select(samples, part="online"):
-        yield _published("Beside DualPath", rows(samples))
+        yield _published("Compared with DualPath", rows(samples))
     if offline:
-        yield _published("Most over mean of the links", balance_rows(samples))
+        yield _published("Maximum / mean of the links' bytes", balance_rows(samples))
     if many := select(samples, part="agents"):
         columns = [
             Column("cluster", lambda row: row[0]),
@@ -75,7 +70,7 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
             *_jct_columns(many, lambda one: (one.cluster, one.agents)),
         ]
         pairs = list(dict.fromkeys((one.cluster, one.agents) for one in many))
-        yield Table("JCT in seconds over the number of agents", columns, pairs)
+        yield Table("JCT in seconds by number of agents", columns, pairs)
     yield from _online_tables(samples, conditions)
     for part, title in _PARTS.items():
         if found := select(samples, part=part):
@@ -150,7 +145,7 @@ def _online_tables(samples: Sequence[Sample], conditions: Conditions) -> Iterato
 
 
 def _over_rates(runs: Sequence[Sample]) -> Iterator[Table]:
-    """Yield a table per cluster of mean TTFT by agents per second, in the longest window."""
+    """Yield a table of mean TTFT by agents per second for each cluster, in the longest window."""
     longest = max(one.window_s for one in runs)
     for cluster in distinct(runs, "cluster"):
         here = select(runs, cluster=cluster, window_s=longest)
@@ -167,11 +162,11 @@ def _over_rates(runs: Sequence[Sample]) -> Iterator[Table]:
 
 
 _PARTS = {
-    "recorded": "The sessions as they were recorded",
-    "split": "TTFT while links are calm",
-    "routers": "Routers under 85 % of the agents that links and compute carry",
+    "recorded": "The sessions as recorded",
+    "split": "TTFT with links busy for a third to a half of the time",
+    "routers": "Routers at 85 % of the rate that links and compute can sustain",
     "admission": "Load or compute",
-    "sharing": "Pools shared and apart, by their size",
+    "sharing": "Shared and separate pools, by size",
     "lost": "A link lost for a minute",
     "herd": "Eight prefill engines see the same four helpers",
     "enclosure": "24 drives for 96 GPUs and 384 sessions: in an enclosure, and in the nodes",
@@ -212,7 +207,7 @@ def _columns(part: str) -> list[Column]:
         column("read, GB", "{:,.0f}", lambda one: one.read_bytes / 1e9),
     ]
     if part in ("admission", "lost", "enclosure"):
-        columns.append(column("computed again, k", "{:,.0f}", lambda one: one.recomputed / 1000))
+        columns.append(column("recomputed, k", "{:,.0f}", lambda one: one.recomputed / 1000))
     return [*columns, column("balance", "{:.2f}", lambda one: one.balance)]
 
 
@@ -223,6 +218,6 @@ REPORT = Report(
     _tables,
     lines=_lines,
     goals=goals,
-    goals_title="What the prototype and DualPath found",
+    goals_title="Findings of the prototype and of DualPath",
     columns=190,
 )

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hits found by the product's own managers, one per engine, with a CPU tier and a pool.
 
-The managers' copies and I/O succeed at once; the cluster determines how long reads take. With
-sharing, an engine also reads chunks from other engines' pools, as if a follower had found them, and
-does not store them again.
+The managers' copies and I/O succeed at once; the cluster determines the time of reads. With
+sharing, an engine also reads chunks from other engines' pools, and does not store them again.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from vllm_nvmeof_offload.protocol import OpReport, RankHello
 
 _CHUNK_BYTES = 1 << 20  # arbitrary: the manager counts chunks, and the cluster determines times
 _CHUNKS_MIN = 8
-#: The chunk numbers reserved for each drawn agent: more than any context needs.
+#: The chunk numbers per drawn agent, more than any context needs.
 _AGENT_CHUNKS = 1 << 24
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one engine in tokens. chunk_tokens: no fewer than a block of the trace."""
+    """The sizes of one engine in tokens. A chunk has at least a block of the trace."""
 
     cpu_tokens: int
     pool_tokens: int
@@ -37,7 +36,7 @@ class Sizes:
 
 
 class Tiers:
-    """The managers of all engines: first those of the prefill nodes, then the decode nodes'."""
+    """The managers of all engines: first of the prefill nodes, then of the decode nodes."""
 
     def __init__(
         self, agents: Sequence[Agent], sizes: Sizes, engines: tuple[int, int], block_tokens: int
@@ -68,8 +67,8 @@ class Tiers:
         self._store(prefill, self._keys(agent, turn, one.hit[turn] + one.new[turn]))
 
     def decoded(self, agent: int, turn: int, decode: int) -> None:
-        """Store the chunks that the answer has filled: on the decode engine or, if there is none,
-        on the engine of the prompt."""
+        """Store the chunks that the answer has filled, on the decode engine or, if there is none,
+        on the prompt's engine."""
         one = self._agents[agent]
         if turn + 1 == len(one.hit):
             return  # this was the last turn
@@ -93,7 +92,7 @@ class Tiers:
     def _elsewhere(
         self, keys: list[bytes], engine: int
     ) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Return, for each key, whether `engine` can read its chunk from another engine's pool."""
+        """Return, by key, whether `engine` can read the chunk from another engine's pool."""
         there = np.zeros(len(keys), bool)
         if self._sizes.sharing and keys:
             for number, core in enumerate(self._cores):
@@ -102,7 +101,7 @@ class Tiers:
         return there
 
     def _keys(self, agent: int, turn: int, tokens: int) -> list[bytes]:
-        """Return the keys of the full chunks in the first `tokens` tokens of a prompt."""
+        """Return the keys of the full chunks in a prompt's first `tokens` tokens."""
         one, count = self._agents[agent], tokens // self._sizes.chunk_tokens
         if one.blocks:
             ends = one.blocks[turn][self._per_chunk - 1 :: self._per_chunk]
