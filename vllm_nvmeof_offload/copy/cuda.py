@@ -211,7 +211,7 @@ class _Ticket:
 
 @dataclass(slots=True)
 class _Launched:
-    """A ticket whose copies the GPU has."""
+    """A ticket that was submitted to the GPU."""
 
     ticket: int
     event: int = 0
@@ -489,7 +489,7 @@ class CudaCopyEngine:
         end = stream.handle
         try:
             one.event = self._take_event(stream)
-            # With checksums the ticket ends after both, so the copy alone has no end.
+            # A ticket with checksums ends after them, so its copy alone marks no end.
             mark = NO_END if ticket.summed is not None else (one.event, stream.waiter)
             self._copy(ticket, stream.handle, one.tables, mark)
             one.recorded = ticket.summed is None

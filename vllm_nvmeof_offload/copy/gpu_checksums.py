@@ -195,7 +195,7 @@ class GpuChecksums:
         self._tables_at = self._words_at + sizes[1]
 
     def prepare(self, pieces: Descriptors, payloads: Payloads) -> Checksums | None:
-        """Fill in the kernel's table for the first payloads that fit. Return None if none fits."""
+        """Fill in the kernel's table for as many payloads as fit. Return None if there are none."""
         parts = cut_payloads(pieces, payloads)
         ends = np.cumsum(parts.counts, dtype=np.intp)
         first, room = self._ring.room(len(parts.rows))

@@ -487,7 +487,7 @@ def _address(text: str) -> dict[str, str]:
 
 
 def _tls(directory: str) -> str | None:
-    """Read whether TLS is on: then the kernel shows the serial number of the key in use."""
+    """Read whether TLS is on, in which case the kernel shows the key's serial number."""
     key = _read(directory, "tls_key")
     return None if key is None else "off" if _NONE.match(key) else "on"
 

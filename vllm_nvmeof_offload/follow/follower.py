@@ -470,8 +470,8 @@ def start_follower(scope: Scope, fd: int, follow_ms: float = FOLLOW_MS) -> Compa
 
 
 def pause_s(follow_s: float, share: float, scan_s: float) -> float:
-    """Return the pause after a scan that took `scan_s` of CPU, so that scans take at most `share`
-    of a core."""
+    """Return the pause after a scan that took `scan_s` of CPU time, so that scans take at most
+    `share` of a core."""
     return max(follow_s, scan_s / share)
 
 

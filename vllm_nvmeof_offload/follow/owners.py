@@ -22,7 +22,7 @@ from vllm_nvmeof_offload.units import format_bytes
 
 #: The initial capacity of the table, in rows.
 ROWS_MIN = 1 << 16
-#: The highest owner number, by the table's room for records. Numbers start at 1.
+#: The highest owner number for which the table has room. Numbers start at 1.
 OWNERS_MAX = 8191
 #: The most slots of all owners together, which the table can address even while it grows.
 SLOTS_MAX = 1 << 28
