@@ -20,7 +20,7 @@ DOCUMENT = Document("configuration.md", "config_doc.py")
 GROUPS = {
     "Set these first": "staging_bytes targets pool_bytes write_policy store_threshold admission",
     "Memory and chunks": "chunk_bytes_min ahead_cache_share one_copy replicas",
-    "What is kept and loaded": (
+    "Retention and adoption": (
         "eviction_policy retain_share boundary_tokens adopt weights_never_change"
     ),
     "I/O": "allow_root_file_system io_engine o_direct read_deadline_ms",

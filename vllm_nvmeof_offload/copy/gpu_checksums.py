@@ -25,7 +25,7 @@ from vllm_nvmeof_offload.units import KIB, MIB
 #: The kernel's source file, and its name in that file.
 CRC_BLOCKS = "crc_blocks.cu"
 KERNEL_NAME = "crc_blocks"
-#: The bytes that a warp reads at once; the sizes of pieces must be multiples.
+#: The bytes that a warp reads at once. The size of a piece must be a multiple of this.
 STRIPE_BYTES = 512
 _ALIGNMENT = 16
 #: The most bytes that one warp processes, a multiple of a stripe.
