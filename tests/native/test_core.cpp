@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exercises the native core without Python, for the sanitizers: real rings on real files, with
-// a random mix of all operations of the engine, from a seed. Exits with 1 on a failure.
+// Exercises the native core without Python, for the sanitizers: a random mix of all operations of
+// the engine, from a seed, on real rings and files. Exits with 1 on failure.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>
@@ -45,7 +45,7 @@ constexpr unsigned kStagingSlots = 24;
 constexpr unsigned kLogPages = 4;
 
 const Region kRegion{{1, 2, 3}, 7};
-// Owners of foreign regions, all in the same files: the first one's is the region of the slots.
+// The regions of other engines, all in the same files. The first one is the region of the slots.
 constexpr std::array<Region, 2> kForeign{kRegion, Region{{1, 2, 9}, 7}};
 const Stamp kStamp{3, {4, 5, 6}};
 const Tag& kTag = kStamp.tag;
@@ -59,7 +59,7 @@ Identity identity(uint64_t number, uint64_t generation) {
   return made;
 }
 
-// Slabs, tables and staging of one engine. Buffered if the file system has no O_DIRECT.
+// Slabs, tables and staging of one engine. Slabs are buffered if the file system has no O_DIRECT.
 struct Site {
   std::vector<Target> targets;
   std::byte* memory;
@@ -80,7 +80,7 @@ struct Site {
     CHECK(mapped != MAP_FAILED);
     memory = static_cast<std::byte*>(mapped);
   }
-  // Reopens the same files; the new descriptors stay open to the end.
+  // Reopen the same files. The new descriptors stay open until the destructor.
   Target reopened(size_t index) {
     const Target& old = targets[index];
     targets.push_back({dup(old.slab_fd), dup(old.table_fd), dup(old.log_fd)});
@@ -97,7 +97,7 @@ struct Site {
     munmap(memory, kStagingSlots * kSlot);
   }
 
-  // threads: of each target; 0: io_uring.
+  // threads: per target; 0 for io_uring.
   EngineSetup setup(bool registered, std::shared_ptr<StartGate> gate = nullptr,
                     size_t threads = 0) const {
     EngineSetup made;
@@ -119,7 +119,7 @@ struct Site {
   uint64_t address(unsigned number) const { return reinterpret_cast<uint64_t>(slot(number)); }
 };
 
-// What a slot holds: 0 to kPayload bytes that follow from the two numbers.
+// The content of a slot: 0 to kPayload bytes generated from the two numbers.
 struct Content {
   uint64_t number = 0, generation = 0;
   size_t bytes = kPayload;
@@ -149,7 +149,8 @@ std::vector<LaneEnd> wait(Engine& engine) {
   return engine.poll();
 }
 
-// The CRC of any cuts of a message, joined in any order, and of a copy, is that of the message.
+// Check that the CRCs of any parts of a message, joined in any order, and that of a copy made in
+// parts, equal the message's CRC.
 void test_crc_of_parts(uint64_t seed) {
   std::mt19937_64 dice(seed);
   for (int round = 0; round < 300; ++round) {
@@ -191,7 +192,7 @@ void test_crc_of_parts(uint64_t seed) {
   }
 }
 
-// Of parts whose CRC is the exclusive or of 32 words, without the inversions, as the GPU makes it.
+// Join parts as the GPU reports them: a part's CRC, without the inversions, is the XOR of 32 words.
 void test_join_crcs(uint64_t seed) {
   std::mt19937_64 dice(seed);
   for (int round = 0; round < 100; ++round) {
@@ -250,8 +251,8 @@ void test_format() {
   CHECK(entry_crc(entry.data(), 6) != crc);
 }
 
-// A log of a whole number of intact pages, each record at its own position only. Returns the number
-// of the newest page, and adds up the kinds of records.
+// Check that a log consists of intact pages, in which each record is valid only at its own
+// position. Returns the sequence of the newest page, and counts the records by kind.
 uint64_t check_log(int fd, std::map<LogKind, uint64_t>& kinds) {
   uint64_t newest = 0;
   std::vector<std::byte> page(kLogPageBytes);
@@ -280,15 +281,15 @@ uint64_t check_log(int fd, std::map<LogKind, uint64_t>& kinds) {
   return newest;
 }
 
-// Submits at random and counts: every operation ends once, unless it is taken back.
+// Submits random operations, and checks that each ends once unless it is withdrawn.
 struct Mixer {
   struct Under {
     LaneOp request;
-    Place place;  // the one of ours with the same slot
+    Place place;  // our place with the same slot
     unsigned staging;
     Content content;
-    bool foreign = false;  // a read that asks for another length, or in another region
-    bool attached = true;  // the lanes had the files of its owner
+    bool foreign = false;  // a read with another length or of another region
+    bool attached = true;  // whether the lanes had the engine's files
     bool wanted = true;
   };
   Site& site;
@@ -298,7 +299,7 @@ struct Mixer {
   std::set<unsigned> free_staging;
   std::set<Place> busy;
   std::map<Place, Content> stored;
-  std::set<std::pair<uint16_t, size_t>> attached;  // owners and targets
+  std::set<std::pair<uint16_t, size_t>> attached;  // engines and targets
   bool closing = false;
   uint64_t token = 0, ok = 0, late = 0, withdrawn = 0, stale = 0, without_files = 0;
 
@@ -378,7 +379,7 @@ struct Mixer {
     under.erase(one);
   }
 
-  // Some of the youngest, as at a deadline.
+  // Cancel one of the last four operations.
   void give_up() {
     const auto found = under.find(token - dice() % 4);
     if (found == under.end()) return;
@@ -390,7 +391,7 @@ struct Mixer {
     release(found);
   }
 
-  // While reads run on the files of before.
+  // Attach or detach an engine's files while reads of the previous files run.
   void change_files() {
     const auto owner = static_cast<uint16_t>(1 + dice() % kForeign.size());
     const size_t target = dice() % kTargets;
@@ -423,8 +424,8 @@ struct Mixer {
   }
 };
 
-// The rings of all processes count against an ordinary user's limit of locked memory, and the
-// kernel gives the memory of a closed ring back some time later.
+// An ordinary user's limit of locked memory applies to the rings of all processes, and the kernel
+// returns the memory of a closed ring after a delay.
 Engine opened(const EngineSetup& setup) {
   for (int tries = 1;; ++tries) {
     try {
@@ -436,13 +437,13 @@ Engine opened(const EngineSetup& setup) {
   }
 }
 
-// Over rings with registered memory, without, and over threads, by the seed.
+// The seed chooses rings with registered memory, rings without, or threads.
 void test_mix(const std::string& directory, uint64_t seed, unsigned rounds) {
   Site site(directory);
   Engine engine = opened(site.setup(seed % 3 == 0, nullptr, seed % 3 == 2 ? 4 : 0));
   Mixer mixer(site, engine, seed);
   mixer.run(rounds);
-  // Rounds do not wait: while a shared disk stalls for seconds, nearly all rounds may pass.
+  // Rounds do not wait, so nearly all rounds may pass while a shared disk stalls.
   for (int again = 0; again < 20 && mixer.ok <= rounds / 4; ++again) mixer.run(rounds);
   CHECK(mixer.ok > rounds / 4);
   CHECK(mixer.stale > 0 && mixer.without_files > 0);
@@ -480,7 +481,7 @@ Outcome run_one(Engine& engine, LaneOp request) {
   return found[0].code;
 }
 
-// A CRC of other bytes is found when the slot is read, in whichever piece they differ.
+// Check that reads detect wrong payload CRCs and payloads changed in any piece.
 void test_wrong_crc(const std::string& directory) {
   Site site(directory);
   Engine engine = opened(site.setup(true));
@@ -520,7 +521,7 @@ void test_errors(const std::string& directory) {
   CHECK(ftruncate(site.targets[0].slab_fd, 2 * kSlot + kPageBytes) == 0);
   LaneOp request;
   request.token = 1;
-  request.place = place_of(0, 2);  // now cut off
+  request.place = place_of(0, 2);  // beyond the new end of the slab
   request.address = site.address(0);
   request.payload_bytes = kPayload;
   request.identity = identity(1, 1);
@@ -540,7 +541,7 @@ void test_errors(const std::string& directory) {
   }
 }
 
-// Reads beyond the bound wait for those before them, and not for one that was given up.
+// Check that reads beyond the bound wait for those before them, but not for a cancelled one.
 void test_reads_that_wait(const std::string& directory) {
   Site site(directory);
   auto gate = std::make_shared<StartGate>();
@@ -570,7 +571,7 @@ void test_reads_that_wait(const std::string& directory) {
   engine.kick();
   const auto starts = [&] { return gate->starts().size() - kReads; };
   while (starts() < 2) std::this_thread::yield();
-  CHECK(engine.cancel(kReads));  // the last one, which has not started
+  CHECK(engine.cancel(kReads));  // the last read, which has not started
   CHECK(starts() == 2);
   CHECK(!engine.cancel(1));
   std::set<uint64_t> right;
@@ -588,7 +589,7 @@ void test_reads_that_wait(const std::string& directory) {
   CHECK(engine.close(std::chrono::seconds(20)));
 }
 
-// Payloads whose checksums are made ahead, some of which are forgotten meanwhile.
+// Check the checksums computed ahead of writes while some payloads are dropped.
 void test_checksums(uint64_t seed) {
   std::mt19937_64 dice(seed);
   std::vector<std::byte> payload(1 << 20);
@@ -624,7 +625,7 @@ void test_checksums(uint64_t seed) {
   checksums.stop();
 }
 
-// A caller that sleeps is woken once for completions that come one after the other.
+// Check that a sleeping caller is woken once for several completions in quick succession.
 void test_completions_that_follow() {
   CompletionQueue completions;
   const auto is_notified = [&] {
@@ -642,7 +643,7 @@ void test_completions_that_follow() {
   CHECK(is_notified());
   CHECK(completions.take().size() == 1);
   completions.push({3, Outcome::OK, 0}, true);
-  completions.push({4, Outcome::OK, 0});  // nothing follows this one
+  completions.push({4, Outcome::OK, 0});  // no more follow
   CHECK(is_notified());
   CHECK(completions.take().size() == 2 && !is_notified());
   completions.push({5, Outcome::OK, 0}, true);
@@ -652,7 +653,7 @@ void test_completions_that_follow() {
 
 }  // namespace
 
-// Returns how many of many reads end before a write that was submitted after them.
+// Return how many of kReads reads end before a write that was submitted after them.
 size_t reads_before_a_write() {
   constexpr size_t kReads = 5'000;
   const int fd = memfd_create("slab", MFD_CLOEXEC);
@@ -676,15 +677,15 @@ size_t reads_before_a_write() {
   return before;
 }
 
-// If reads always went first, none of the tries could end the write early. A busy machine may stop
-// its thread for the time of all reads, but not each time.
+// Check that a write may overtake reads. A busy machine may stop the writing thread for the
+// duration of all reads, but not in every try.
 void test_a_write_beside_many_reads() {
   bool is_early = false;
   for (int tries = 0; tries < 50 && !is_early; ++tries) is_early = reads_before_a_write() < 2'500;
   CHECK(is_early);
 }
 
-// -- CUDA's calls, over functions that record them. An event is a number; 0 is none.
+// -- CUDA calls, on functions that record them. An event is a number; 0 is none.
 
 std::vector<size_t> batches;
 std::vector<uint64_t> launched;
@@ -725,7 +726,8 @@ void test_calls_of_copies() {
   sizes[100] = 0;
   const CudaFailure failed = submit_copies(cuda, all, sizes.size(), nullptr, nullptr, end);
   CHECK(failed.call && failed.status == 1 && failed.at == 100 && recorded == 1);
-  std::vector<uint64_t> rows{7, 1, 2, 8, 3, 4};  // blocks and two arguments of two launches
+  std::vector<uint64_t> rows{7, 1, 2,
+                             8, 3, 4};  // the number of blocks and two arguments of each launch
   CHECK(!submit_launches(cuda, nullptr, 32, rows, 3, nullptr, {}).call && recorded == 1);
   CHECK((launched == std::vector<uint64_t>{7, 32, 1, 2, 8, 32, 3, 4}));
 }
@@ -743,7 +745,7 @@ void test_a_waiter_of_events() {
   CHECK(eventfd_read(fd, &signalled) == 0 && signalled == 1);
   CHECK(waiter.is_over(1) && !waiter.is_over(2));
   reached = 3;
-  waiter.close();  // after the last event
+  waiter.close();  // returns after the last event
   CHECK(eventfd_read(fd, &signalled) == 0 && signalled == 2 && waiter.is_over(3));
   EventWaiter(cuda, fd, "idle").close();
   close(fd);

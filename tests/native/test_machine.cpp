@@ -1,16 +1,21 @@
 // SPDX-License-Identifier: Apache-2.0
-// Drives the worker's machine without Python, for the sanitizers: commands at random over lanes
-// that take, end, hang and release at random, from a seed. What a manager relies on is checked by
-// a plain model: each row has one outcome and one release, which comes when no lane has its cache
-// slot; an operation has the length of its group; a row of a store without its blocks is STALE;
-// nothing is waited for beyond its deadline, even if it is tried again; a read is alone in its
-// buffer; a target's superblock waits for its writes and its later writes for the superblock, whose
-// epoch they have only if it was written; no slot leaks; loads do not wait for slots that hang;
-// another engine's region is read only with its files; a peer has no more than its credits, for no
-// longer than half of a deadline, and writes into stream slots only, of which a chunk that it still
-// may write has none; what a load's copy has to check is whole,
-// nobody else gets it before, and a row fails if the CRC is not the one that was named; everything
-// ends. Exits with 1 on a failure.
+// Drives the worker's machine without Python, for the sanitizers: random commands, from a seed, on
+// lanes that accept, end, hang and release operations at random. Exits with 1 on failure. A plain
+// model checks the rules on which a manager relies:
+//
+// - Each row has one outcome, and one release, after which no lane uses its cache slot.
+// - An operation has its group's payload size. A store's row without its blocks is STALE.
+// - No operation is awaited beyond its deadline, even after a retry.
+// - No other operation uses the buffer of a read.
+// - A target's superblock waits for its writes, and later writes wait for the superblock. They have
+//   its epoch only if it was written.
+// - No slot leaks, and loads do not wait for hanging slots.
+// - Another engine's region is read only while its files are attached.
+// - A peer gets at most its credits and half of the time until a deadline. It writes only into
+//   stream slots, which no chunk uses while the peer may still write into them.
+// - A load's copy checks whole payloads, which no other task gets before. A row fails if its CRC
+//   differs from the one in the header.
+// - Everything ends.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -46,7 +51,7 @@ constexpr uint16_t kOwners = 2;  // other engines
 constexpr size_t kSlotBytes = 8192, kHeader = 4096, kKeyBytes = 12;
 constexpr std::array<size_t, 3> kGroupBytes{kSlotBytes - kHeader, 512, 0};
 
-// The group of the chunk with this number, which has the next generation.
+// Return the group of the chunk with this number. The chunk's generation is the next number.
 uint8_t group_of(uint64_t number) { return static_cast<uint8_t>(number % kGroupBytes.size()); }
 constexpr size_t kReadsMax = 4, kWritesMax = 2;
 constexpr size_t kReadBytesMax = 3 * kSlotBytes, kWriteBytesMax = 2 * kSlotBytes;
@@ -69,7 +74,7 @@ std::string key_of(const LaneOp& op) {
   return {key, op.identity.key_bytes};
 }
 
-// Peers' lanes, which end, fail, stop and release when the test makes them.
+// Peers' lanes, in which the test ends, fails, stops and releases reads.
 class Peers final : public NativeLanes {
  public:
   struct Op {
@@ -99,7 +104,6 @@ class Peers final : public NativeLanes {
     found.insert(found.end(), ends_.begin(), ends_.end());
     ends_.clear();
   }
-  // End one, or fail at it.
   void end(Dice& dice, unsigned failing) {
     if (ops.empty()) return;
     auto& [token, one] = *pick(dice, ops);
@@ -122,7 +126,7 @@ class Peers final : public NativeLanes {
 
   std::map<uint64_t, Op> ops;
   std::array<PeerState, kPeers> states;
-  std::map<uint64_t, uint64_t>* unproven = nullptr;  // of the other lanes
+  std::map<uint64_t, uint64_t>* unproven = nullptr;  // those of the other lanes
   int64_t now_ns = 0;
 
  private:
@@ -136,15 +140,15 @@ class Peers final : public NativeLanes {
   std::vector<LaneEnd> ends_;
 };
 
-// Lanes that end what they have when the test makes them.
+// Lanes in which the test ends operations.
 class Lanes final : public NativeLanes {
  public:
   struct Op {
     LaneOp op;
-    int64_t deadline_ns = 0;  // from the first hand-over of its row
-    bool queued = false;      // it has not started
+    int64_t deadline_ns = 0;  // since the first hand-over of its row
+    bool queued = false;      // whether it has not started
     bool wanted = true;
-    bool landed = false;  // the device is done with it
+    bool landed = false;  // whether the device has completed it
     bool holds_place() const { return wanted && !landed; }
   };
 
@@ -167,7 +171,7 @@ class Lanes final : public NativeLanes {
     ops[op.token] = {op, deadline_ns, op.token % 3 == 0};
   }
   void start() override {}
-  // Only of large payloads, so that both ways are taken.
+  // Accept only large payloads, so that both cases occur.
   bool sum(uint64_t number, uint64_t address, size_t bytes) override {
     if (bytes < kGroupBytes[0]) return false;
     CHECK(number && bytes == kGroupBytes[0] && address % kSlotBytes == kHeader);
@@ -189,7 +193,7 @@ class Lanes final : public NativeLanes {
     summing_.erase(at);
   }
   bool cancel_one(uint64_t token) override {
-    if (!ops.contains(token)) return false;  // a superblock's, which the test has
+    if (!ops.contains(token)) return false;  // a superblock, which is not in `ops`
     Op& one = ops.at(token);
     one.wanted = false;
     if (one.queued) ops.erase(token);
@@ -200,19 +204,18 @@ class Lanes final : public NativeLanes {
     ends_.clear();
   }
   void landed(std::vector<uint64_t>& found) override { found = std::exchange(landed_, {}); }
-  // The device is done with one of them.
+  // Let the device complete one operation.
   void land(Dice& dice) {
     if (ops.empty()) return;
     auto& [token, one] = *pick(dice, ops);
     if (!one.wanted || one.queued || std::exchange(one.landed, true)) return;
     landed_.push_back(token);
   }
-  // After a turn of the machine, none is past its deadline that was not given up.
+  // Check that the machine has given up all operations past their deadlines.
   void check_deadlines() const {
     for (const auto& [token, one] : ops) CHECK(!one.wanted || one.deadline_ns > now_ns);
   }
 
-  // End one operation, however late.
   void end(Dice& dice, unsigned failing) {
     if (ops.empty()) return;
     const auto at = pick(dice, ops);
@@ -246,18 +249,18 @@ class Lanes final : public NativeLanes {
   bool full = false;
   size_t depth = 12;
   struct Lane {
-    Stamp stamp;             // of the writes that may come now
-    size_t superblocks = 0;  // without an outcome
+    Stamp stamp;             // of the writes that may be accepted now
+    size_t superblocks = 0;  // superblocks without an outcome
   };
   std::array<Lane, kTargets> lanes;
-  std::set<uint16_t> files;               // owners whose files the lanes have
-  std::set<uint64_t> whole;               // generations of what loads copy whole
-  std::map<uint64_t, uint64_t> unproven;  // address of a slot whose payload was not checked → g
-  std::set<uint64_t> damaged;             // generations of which somebody has found damage
+  std::set<uint16_t> files;  // engines whose files the lanes have
+  std::set<uint64_t> whole;  // generations of chunks that loads copy whole
+  std::map<uint64_t, uint64_t>
+      unproven;                // by slot address: the generation of a payload not checked yet
+  std::set<uint64_t> damaged;  // generations of damaged chunks
   static uint32_t crc_of(uint64_t address) { return static_cast<uint32_t>(address * 0x9e3779b1); }
 
  private:
-  // The bounds of a target, its buffers for itself, and no write before the target's superblock.
   void check(const LaneOp& op) const {
     const auto owner = static_cast<uint16_t>(owner_of(op.place));
     CHECK(owner ? files.contains(owner)
@@ -271,7 +274,7 @@ class Lanes final : public NativeLanes {
     size_t same = 0;
     for (const auto& [token, other] : ops) {
       const bool other_writes = other.op.urgency == Urgency::WRITE;
-      // Writes from one slot may run side by side, also with an abandoned one.
+      // Several writes may read one slot at the same time, even beside an abandoned write.
       if (!(is_write && other_writes)) CHECK(other.op.address != op.address);
       const bool same_target = target_of(other.op.place) == target_of(op.place);
       same += same_target && other.holds_place() && other_writes == is_write;
@@ -279,7 +282,7 @@ class Lanes final : public NativeLanes {
     CHECK(same < (is_write ? kWritesMax : kReadsMax));
     CHECK(op.payload_bytes == kGroupBytes[group_of(op.identity.generation - 1)]);
     const bool summed = is_write && op.payload_bytes == kGroupBytes[0];
-    // Or the copy of the load that filled the slot has made it.
+    // The copy of the load that filled the slot may also have computed the CRC.
     const bool has_crc = is_write && op.payload_crc == int64_t{crc_of(op.address + kHeader)};
     CHECK(has_crc || (!summed && op.payload_crc == -1));
     size_t bytes = bytes_of(op);
@@ -302,7 +305,7 @@ class Lanes final : public NativeLanes {
   static size_t bytes_of(const LaneOp& op) {
     return kHeader + (op.payload_bytes + 4095) / 4096 * 4096;
   }
-  // What a read and its retry have in common, and no other read of this test.
+  // Identifies a read and its retry among all reads of this test.
   using Row = std::tuple<Place, uint64_t, std::string, uint64_t>;
   static Row row_of(const LaneOp& op) {
     return {op.place, op.address, key_of(op), op.identity.generation};
@@ -310,7 +313,7 @@ class Lanes final : public NativeLanes {
 
   std::vector<LaneEnd> ends_;
   std::map<Row, int64_t> retries_;        // deadlines
-  std::map<uint64_t, uint64_t> summing_;  // payloads by number
+  std::map<uint64_t, uint64_t> summing_;  // payload addresses, by number
   std::vector<Summed> sums_;
   std::vector<uint64_t> landed_;
 };
@@ -318,12 +321,12 @@ class Lanes final : public NativeLanes {
 // An operation between a cache slot and a place: is_write, cache slot, pool slot, generation.
 using Signature = std::tuple<bool, int32_t, int64_t, uint64_t>;
 
-// A command under way, and what of it was reported.
+// A command in progress, and its reports so far.
 struct Command {
   OpKind kind;
   std::vector<uint8_t> decided, released;  // by row
   bool finished = false;
-  std::vector<Signature> rows = {};  // what a lane may get of each
+  std::vector<Signature> rows = {};  // the operation that a lane may get, by row
   std::set<uint32_t> lacks = {};     // rows of a store that lack blocks
 };
 
@@ -348,7 +351,6 @@ class World {
       if (chance(dice_, 10)) change_files();
       if (chance(dice_, 3)) usable_[dice_() % kTargets] ^= true;
       if (chance(dice_, 10)) change_peer();
-      // Sometimes nothing ends for longer than a deadline.
       if (chance(dice_, 2)) hung_until_ns_ = now_ns_ + static_cast<int64_t>(dice_() % 60) * kTickNs;
       this->step(15);
     }
@@ -386,7 +388,8 @@ class World {
     return made;
   }
 
-  // Everything ends once the lanes answer again; loads through stream slots do not wait for that.
+  // Check that everything ends after the lanes respond again, and loads that wait for stream slots
+  // even before that.
   void drain() {
     lanes_.full = false;
     hung_until_ns_ = now_ns_ + 4 * kWriteNs;
@@ -409,7 +412,7 @@ class World {
 
   // ---- commands
 
-  // Up to four rows, each on a slot of its own.
+  // Begin a command of up to four rows, each with another cache slot.
   void command() {
     const uint64_t op = ++last_op_;
     if (chance(dice_, 8)) {
@@ -434,7 +437,7 @@ class World {
       const bool has_cache = kind != OpKind::LOAD || chance(dice_, 50);
       const bool has_place = kind == OpKind::WRITE || kind == OpKind::FETCH ||
                              (kind == OpKind::LOAD && chance(dice_, 70));
-      // A slot that is read has what its last fill was to bring.
+      // A read must expect the content of the slot's last fill.
       const bool fills = kind == OpKind::STORE || (has_place && kind != OpKind::WRITE);
       uint64_t number = ++last_number_;
       if (has_cache && !fills) {
@@ -473,8 +476,8 @@ class World {
                    moves ? Pieces{pieces, first} : Pieces{}, moves ? fence_of(op) : 0);
   }
 
-  // Of all of a payload with so many bytes, or, if 0, of any parts. The KV cache's address names
-  // the op.
+  // Add the pieces of a whole payload of this size, or if 0, of arbitrary parts. The KV cache
+  // address of a piece is the op.
   void add_pieces(uint64_t op, size_t whole_bytes, std::vector<uint64_t>& pieces) {
     const size_t cut = dice_() % 2 ? whole_bytes : whole_bytes / 2;
     if (whole_bytes) pieces.insert(pieces.end(), {op, 0, cut});
@@ -483,7 +486,7 @@ class World {
       pieces.insert(pieces.end(), {op, piece * 64, 64});
   }
 
-  // The model's thread records fences in their order, and jobs of a step have the same one.
+  // Return the op's fence. Jobs of one step share a fence, and fences are recorded in order.
   uint64_t fence_of(uint64_t op) {
     if (chance(dice_, 10)) return 0;
     newest_fence_ += chance(dice_, 70);
@@ -491,7 +494,7 @@ class World {
     return newest_fence_;
   }
 
-  // Of the pool's slots in turn.
+  // Return the pool slot with this number. Consecutive numbers alternate between targets.
   static Place place(uint64_t number) {
     return place_of(static_cast<uint32_t>(number % kTargets),
                     static_cast<uint32_t>(number / kTargets));
@@ -509,7 +512,7 @@ class World {
     return owned_by(owner, place(dice_() % (2 * kPoolSlots)));
   }
 
-  // What was asked for comes or fails, and some owners go.
+  // Attach requested files or report a failure, or detach an engine's files, or request them.
   void change_files() {
     const auto owner = static_cast<uint16_t>(1 + dice_() % kOwners);
     if (awaited_.erase(owner)) {
@@ -533,7 +536,7 @@ class World {
     machine_.set_peer(peer, peers_.states[peer]);
   }
 
-  // What peers have brought goes from stream slots to cache slots.
+  // Copy chunks that peers have read from stream slots into cache slots.
   void land() {
     while (!landings_.empty() && chance(dice_, 60)) {
       machine_.landed(landings_.back());
@@ -556,7 +559,7 @@ class World {
     machine_.cancel(at->first, chance(dice_, 50) ? nullptr : &some);
   }
 
-  // A load whose read has checked, or will check, only the header, and for which another one waits.
+  // Cancel a load whose read checks only the header, after another load began to wait for its slot.
   void cancel_awaited() {
     for (const auto& [token, one] : lanes_.ops) {
       const auto slot = static_cast<int32_t>((one.op.address - kBase) / kSlotBytes);
@@ -583,7 +586,7 @@ class World {
     }
   }
 
-  // ---- progress, as worker/pipeline.py makes it
+  // ---- progress, as in worker/pipeline.py
 
   void step(unsigned failing) {
     machine_.io.set_time(now_ns_);
@@ -622,7 +625,7 @@ class World {
     check_buffers();
   }
 
-  // The CRCs of what a batch of copies has brought, of which some are wrong.
+  // Return the CRCs of the chunks of a batch of copies. Some of them are wrong.
   std::vector<int64_t> found_by(uint64_t number) {
     std::vector<int64_t> crcs;
     for (const uint64_t payload : checking_[number]) {
@@ -637,7 +640,8 @@ class World {
     return crcs;
   }
 
-  // A copy that checks is of whole payloads that nobody has checked, and no other is of these.
+  // Check that checking copies cover whole unchecked payloads, and that other copies cover none of
+  // them.
   void check_proof(const CopyBatch& batch) {
     if (batch.is_store) {
       for (const uint64_t payload : batch.payloads) lanes_.unproven.erase(payload - kHeader);
@@ -663,8 +667,8 @@ class World {
     }
   }
 
-  // One batch for all fences that have passed, and one for each that has not, in each direction; of
-  // loads another one for what is to be checked.
+  // Check that copies in each direction are in one batch for all passed fences, and one per other
+  // fence, with separate batches for loads that check.
   void take_copies() {
     std::set<std::tuple<bool, bool, uint64_t>> seen;
     for (const CopyBatch& batch : machine_.take_copies(passed_fence_)) {
@@ -764,7 +768,7 @@ class World {
     machine_.io.take_rates();
   }
 
-  // Each operation with a lane that has a cache slot is one of a row that is not released.
+  // Check that each operation on a cache slot belongs to a row that is not released.
   void check_buffers() const {
     std::multiset<Signature> rows;
     for (const auto& [op, command] : commands_)
@@ -812,14 +816,13 @@ class World {
   Machine machine_;
   std::vector<uint64_t> landings_;
   int64_t now_ns_ = 0, hung_until_ns_ = 0;
-  uint64_t last_op_ = 0, last_number_ = 0;  // of ops, and of chunks
-  std::map<int32_t, uint64_t> given_;       // cache slot → number of the chunk of its last fill
+  uint64_t last_op_ = 0, last_number_ = 0;  // the last op's number, and the last chunk's
+  std::map<int32_t, uint64_t> given_;  // by cache slot: the number of the chunk of its last fill
   std::map<uint64_t, Command> commands_;
-  std::map<uint64_t, std::set<uint64_t>> copies_;       // number → ops
-  std::map<uint64_t, std::vector<uint64_t>> checking_;  // number → payloads
+  std::map<uint64_t, std::set<uint64_t>> copies_;       // ops by batch number
+  std::map<uint64_t, std::vector<uint64_t>> checking_;  // payload addresses by batch number
   uint64_t newest_fence_ = 0, passed_fence_ = 0;
   std::map<uint64_t, uint64_t> fences_;  // by op, of stores and loads that have one
-  // A superblock that is being written.
   struct Superblock {
     size_t target;
     uint64_t op;
@@ -827,10 +830,10 @@ class World {
     bool retried, late = false;
   };
   std::map<uint64_t, Superblock> superblocks_;  // by token
-  std::map<size_t, Superblock> again_;          // by target: it failed, and is tried once more
+  std::map<size_t, Superblock> again_;  // by target: superblocks that failed and will be retried
   uint64_t newest_reset_ = 0;
   bool usable_[kTargets] = {true, true};
-  std::set<uint16_t> awaited_;  // owners whose files are being opened
+  std::set<uint16_t> awaited_;  // engines whose files were requested
 };
 
 }  // namespace

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The test programs of the native code: the core under each sanitizer, the rest under two."""
+"""Build and run the native test programs: the core under all sanitizers, the rest under two."""
 
 from __future__ import annotations
 
@@ -14,20 +14,19 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("NATIVE_TEST_SEED", "20261121"))
 SEEDS = int(os.environ.get("NATIVE_TEST_SEEDS", "4"))
-#: To compile and run one program, where several others want the two cores: it took 900 s then.
+#: The time to compile and run one program: 900 s while other jobs used both cores.
 LIMIT_S = 2400
 
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
 
 def build(sanitize: str, program: str) -> Path:
-    """Configure and compile under build/, so that a second run finds the program up to date. With
-    ccache, also what another clone has compiled."""
+    """Configure and compile under build/, so that a second run finds the program up to date."""
     place = ROOT / "build" / "native-tests" / (sanitize.replace(",", "-") or "plain")
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert cmake is not None, "cmake is one of the development dependencies"
     options = ["-DNVMEOF_NATIVE_TESTS=ON", f"-DSANITIZE={sanitize}", "-DCMAKE_BUILD_TYPE=None"]
-    # With assertions. Optimised, they would take longer to compile than they then save.
+    # No -DNDEBUG, for the assertions. Optimization would add more compile time than it saves.
     flags = "-DCMAKE_CXX_FLAGS=-O0"
     if cache := shutil.which("ccache"):
         options.append(f"-DCMAKE_CXX_COMPILER_LAUNCHER={cache}")
@@ -54,7 +53,7 @@ def test_core(sanitize: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("program", ["test_machine", "test_set", "test_tiers"])
 def test_one_thread(program: str) -> None:
-    """What runs on one thread at a time needs no thread sanitizer."""
+    """Run a single-threaded program, which needs no thread sanitizer."""
     run([str(build("address,undefined", program)), str(SEED), str(SEEDS)])
 
 

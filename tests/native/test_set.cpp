@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // Drives the machines of three ranks with equal bytes over one buffer, without Python, for the
-// sanitizers: commands reach each rank at another time; lanes and copies end, fail and hang at
-// random; a rank may stop for longer than a deadline. Checked from a seed: whatever is copied from
-// a slot, of whichever member, has the row's content from the copy's start to its end; only the
-// holder reads and writes; each rank reports each row once; at rest all slots are free. Exits with
-// 1 on a failure.
+// sanitizers. Commands reach the ranks at different times; lanes and copies end, fail and hang at
+// random, from a seed; a rank may stop for longer than a deadline. Exits with 1 on failure. Checks
+// that a slot, of any member, contains the row's chunk from the start to the end of each copy; that
+// only the holder reads and writes; that each rank reports each row once; and that all slots are
+// free at the end.
 #include <algorithm>
 #include <array>
 #include <cerrno>
@@ -44,11 +44,11 @@ constexpr int64_t kReadNs = 5'000'000, kWriteNs = 30'000'000, kTickNs = 1'000'00
 using Dice = std::mt19937_64;
 bool chance(Dice& dice, unsigned per_cent) { return dice() % 100 < per_cent; }
 
-// Generation of the content of each slot, of all members; 0: no chunk's.
+// The generation of the chunk in each slot of all members, or 0 for none.
 using Memory = std::array<uint64_t, kRanks * kSlots>;
 size_t slot_at(uint64_t address) { return (address - kBase) / kSlotBytes; }
 
-// A rank's lanes. A read or write ends when the test makes it.
+// A rank's lanes, in which the test ends operations.
 class Lanes final : public NativeLanes {
  public:
   Lanes(Memory& memory, size_t rank) : memory_(memory), rank_(rank) {}
@@ -96,7 +96,7 @@ struct Row {
   int32_t place = -1;
 };
 
-// An op of one row, and how many ranks have reported it.
+// An op of one row, and the numbers of reports by ranks.
 struct Command {
   Row row;
   size_t outcomes = 0, releases = 0;
@@ -154,7 +154,7 @@ class World {
     std::vector<Copy> copies;
     int64_t stopped_until_ns = 0, hung_until_ns = 0;
   };
-  // One member's slot in a row, and what it holds if nothing has failed.
+  // A member's cache slot: the generation that it holds unless an operation failed, and its users.
   struct Part {
     uint64_t generation = 0;
     size_t users = 0;
@@ -231,7 +231,7 @@ class World {
     const int64_t place =
         row.place < 0 ? -1 : place_of(0, static_cast<uint32_t>(row.place), row.member);
     const uint8_t group = 0;
-    // The address in the KV cache says which content the piece is of.
+    // The piece's KV cache address is the generation, which identifies the content.
     const std::array<uint64_t, 3> piece{row.generation, 0, 64};
     const std::array<uint32_t, 2> first{0, 1};
     const bool moves = row.kind == OpKind::STORE || row.kind == OpKind::LOAD;
@@ -257,7 +257,7 @@ class World {
     const Row row = command.row;
     if (row.slot >= 0 && command.failed && row.kind != OpKind::WRITE) {
       Part& part = parts_[row.member][static_cast<size_t>(row.slot)];
-      if (part.generation == row.generation) part.generation = 0;  // nobody names it any more
+      if (part.generation == row.generation) part.generation = 0;  // no later row may expect it
     }
     if (command.releases < kRanks) return;
     if (row.slot >= 0) --parts_[row.member][static_cast<size_t>(row.slot)].users;

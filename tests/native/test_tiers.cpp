@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Drives the manager's tiers without Python, for the sanitizers: plans, holds, resets and the
-// reports of two ranks at random, beside two other engines, from a seed. At rest nothing is in use
-// any more, no slot is an orphan, and every entry is found under its key. Exits with 1 on failure.
+// Drives the manager's tiers without Python, for the sanitizers: random plans, holds, resets and
+// reports of two ranks, from a seed, while two other engines change their chunks. At the end, no
+// slot is in use or an orphan, and every entry is found by its key. Exits with 1 on failure.
 #include <sys/mman.h>
 #include <unistd.h>
 
@@ -43,7 +43,7 @@ constexpr std::array<uint64_t, 2> kGroupBytes{8192, 4096};
 struct Op {
   OpKind kind;
   Batch batch;
-  // By rank and row: owes its outcome, owes its release.
+  // By rank and row: 1 if the rank must still report an outcome or a release.
   std::vector<uint8_t> outcome[kRanks], release[kRanks];
 };
 
@@ -53,7 +53,7 @@ struct Hold {
   uint64_t generation;
 };
 
-// A foreign table, which closes with it.
+// The memfd of a foreign table.
 class File {
  public:
   File() : fd(memfd_create("foreign", MFD_CLOEXEC)) { CHECK(fd >= 0); }
@@ -72,13 +72,13 @@ class World {
       char key[kKeyBytes - 3];
       std::snprintf(key, sizeof key, "%08zu", number);
       keys_.emplace_back(key);
-      // The number of its group: 0, 3, or one that is not offloaded.
+      // The number of its group: 0, 3, or 1, which is not offloaded.
       const int group = number % 10 == 9 ? 1 : number % 2 * 3;
       keys_.back() += std::string{0, 0, 0, static_cast<char>(group)};
     }
   }
 
-  // Returns the chunks that were borrowed.
+  // Return the number of chunks read from other engines.
   uint64_t run(size_t steps) {
     for (size_t step = 0; step < steps; ++step) {
       if (chance(60)) command();
@@ -113,7 +113,7 @@ class World {
     return made;
   }
 
-  // Up to six neighbouring keys.
+  // Return up to six neighbouring keys.
   std::vector<const char*> some() {
     std::vector<const char*> found;
     const size_t first = dice_() % kKeys, count = 1 + dice_() % 6;
@@ -122,7 +122,7 @@ class World {
     return found;
   }
 
-  // Now and then rows come in another order than keys.
+  // Return an order of rows, half of the time empty.
   std::vector<uint32_t> order(size_t count) {
     std::vector<uint32_t> made(chance(50) ? count : 0);
     std::iota(made.begin(), made.end(), 0u);
@@ -139,7 +139,7 @@ class World {
     return found;
   }
 
-  // What is remembered by rows is right: a look-up of the keys says the same.
+  // Check that remembered rows are unmoved only if a look-up of their keys gives the same result.
   void recall() {
     for (const auto& [keys, before] : answers_)
       if (tiers_.unmoved(before, kFromCpu | kFromPool))
@@ -156,7 +156,8 @@ class World {
     if (what < 7) {
       begin(OpKind::STORE, tiers_.plan_store(keys, {}, generation_, order(keys.size())).batch);
     } else if (what < 13) {
-      const std::vector<const char*> loaded = chance(90) ? hits(keys) : keys;  // some may be gone
+      const std::vector<const char*> loaded =
+          chance(90) ? hits(keys) : keys;  // some may be missing
       begin(OpKind::LOAD, tiers_.plan_load(loaded, dice_() % 3, order(loaded.size())));
     } else if (what < 16) {
       tiers_.touch(keys, chance(50));
@@ -184,7 +185,7 @@ class World {
     tiers_.moved_bytes = 0;
   }
 
-  // Another engine writes a chunk, gives one up, or changes its state; time passes.
+  // Let another engine write a chunk, drop one, or change its state. Advance the time.
   void other_engine() {
     const uint32_t owner = 1 + static_cast<uint32_t>(dice_() % kOwners);
     if (chance(30)) {
@@ -216,7 +217,7 @@ class World {
     CHECK(there.rows.empty() || tiers_.unmoved(there, kFromCpu | kFromPool));
   }
 
-  // Keep a chunk, or bring it up first.
+  // Hold a chunk, after fetching it if necessary.
   void hold(const char* key) {
     const Source source = tiers_.lookup(key, kFromCpu | kFromPool);
     if (source == Source::NONE || tiers_.evictable() <= 2) return;
@@ -251,7 +252,7 @@ class World {
 
   // ---- reports
 
-  // One rank's on some rows of one op.
+  // Report some rows of one op for one rank.
   void report() {
     if (ops_.empty()) return;
     auto at = ops_.begin();
@@ -284,9 +285,9 @@ class World {
     if (!op.batch.undecided && !op.batch.unreleased) ops_.erase(at);
   }
 
-  // All reports come, and what follows from them ends.
+  // Report all rows until no operation is left.
   void rest() {
-    foreign_.set_tag({});  // what is found from now on is ours
+    foreign_.set_tag({});  // accept no other engine from now on
     tiers_.targets[0].usable = tiers_.targets[1].usable = true;
     while (!holds_.empty()) release(0);
     for (size_t round = 0; round < 1000; ++round) {
@@ -322,12 +323,12 @@ class World {
   std::vector<std::string> keys_;
   std::list<Op> ops_;
   std::vector<Hold> holds_;
-  std::list<std::pair<std::vector<const char*>, Whereabouts>> answers_;  // remembered ones
-  uint64_t generation_ = 1000;  // no other engine has one of these: each begins at random
+  std::list<std::pair<std::vector<const char*>, Whereabouts>> answers_;  // the most recent ones
+  uint64_t generation_ = 1000;  // unlike other engines' generations, which are below 100
 };
 
-// A chunk that was made the coldest of the CPU tier is the coldest of the pool too, however often
-// it was used before.
+// Check that the coldest chunk of the CPU tier becomes the coldest of the pool, however often it
+// was used before.
 void test_the_coldest_goes_on_as_such() {
   const Recency cache(100), pool(0);
   SlotRecord cached{}, pooled{};
