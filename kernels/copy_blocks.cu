@@ -1,9 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies many pieces between GPU memory and pinned host memory, for fragments too small for the
-// copy engines. NVRTC compiles this at run time; nothing is included. No thread waits for
-// another, and no two pieces overlap.
-//
-// The ladder: `copy_blocks_reference` defines the result; `copy_blocks` is the one that runs.
+// Copies many pieces between GPU memory and pinned host memory, if they are too small for the copy
+// engines. NVRTC compiles this at run time, without includes. No thread waits for another, and no
+// two pieces overlap. `copy_blocks_reference` defines the result; `copy_blocks` runs.
 
 typedef unsigned long long u64;
 
@@ -23,10 +21,9 @@ extern "C" __global__ void copy_blocks_reference(const Piece* pieces, u64 count)
   }
 }
 
-// One warp copies `bytes`. Each lane has kWordsInFlight loads in flight before its first store:
-// PCIe's bandwidth is bytes in flight per round trip, and only a few thread blocks run, so that
-// the model keeps its multiprocessors. The accesses are streaming: the bytes are not read again
-// soon and should not evict the model's data from the L2 cache.
+// One warp copies `bytes`. Each lane issues kWordsInFlight loads before its first store, because
+// the bandwidth of PCIe is the bytes in flight per round trip, and only a few thread blocks run, to
+// leave multiprocessors to the model. Streaming accesses keep the model's data in the L2 cache.
 constexpr int kLanes = 32;
 constexpr int kWordsInFlight = 8;
 
@@ -48,9 +45,9 @@ __device__ void copy_by(char* destination, const char* source, u64 bytes, unsign
     destination[rest] = source[rest];
 }
 
-// A warp copies one part after another. The host has cut long pieces, so that all parts are short
-// and every warp has work. The table is in host memory, so the row of the next part is fetched
-// while this part is copied; otherwise each part would begin with a round trip.
+// Each warp copies parts, one after another. The host cuts long pieces, so that every warp has
+// work. The table is in host memory, so the row of the next part is fetched during the copy of this
+// one.
 extern "C" __global__ void copy_blocks(const Piece* parts, u64 count) {
   const unsigned lane = threadIdx.x % kLanes;
   const u64 warps_per_block = blockDim.x / kLanes;

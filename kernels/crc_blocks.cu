@@ -1,16 +1,15 @@
 // SPDX-License-Identifier: Apache-2.0
-// CRC-32C of parts of GPU memory, one warp per part. NVRTC compiles this at run time; nothing is
-// included. The host cuts pieces into parts and joins their CRCs (copy/gpu_checksums.py).
+// Computes the CRC-32C of parts of GPU memory, one warp per part. NVRTC compiles this at run time,
+// without includes. The host cuts pieces into parts and joins their CRCs (copy/gpu_checksums.py).
 //
-// A CRC without its initial and final inversion is linear: the CRC of what several lanes read is
-// the xor of the CRCs of each lane's bytes, with zero bytes for those of the others. So each lane
-// writes one word per part, out[32 * part + lane], and the host computes the xor of the 32 words.
-//
-// The ladder: `crc_blocks_reference` defines the result; `crc_blocks` is the one that runs.
+// Without its initial and final inversions, a CRC is linear: the CRC of a part is the XOR of the
+// CRCs of each lane's bytes, with zeros in place of the other lanes' bytes. Each lane writes one
+// word per part, out[32 * part + lane], and the host computes the XOR of the 32 words.
+// `crc_blocks_reference` defines the result; `crc_blocks` runs.
 
 typedef unsigned long long u64;
 
-// A row of the host's table, uint64[n, 2]. `source` is a multiple of 16, `bytes` one of 512.
+// A row of the host's table: uint64[n, 2]. `source` is a multiple of 16, and `bytes` of 512.
 struct Part {
   u64 source;
   u64 bytes;
@@ -37,8 +36,8 @@ extern "C" __global__ void crc_blocks_reference(const Part* parts, u64 count, co
   }
 }
 
-// Appends 512 zero bytes to `crc`, by a table of 16 values for each of its eight nibbles. `mine`
-// is the lane's own copy of the tables, in its own bank of shared memory.
+// Append 512 zero bytes to `crc`, using a table of 16 values for each of its eight nibbles. mine:
+// the lane's own copy of the tables, in its own bank of shared memory.
 __device__ unsigned advance(const unsigned* mine, unsigned crc) {
   unsigned found = 0;
 #pragma unroll
@@ -47,7 +46,7 @@ __device__ unsigned advance(const unsigned* mine, unsigned crc) {
   return found;
 }
 
-// Appends another number of zero bytes, by what each bit of `crc` becomes. Few calls per part.
+// Append another number of zero bytes, using the image of each bit of `crc`. Few calls per part.
 __device__ unsigned by_columns(const unsigned* columns, unsigned crc) {
   unsigned found = 0;
 #pragma unroll 8
@@ -55,9 +54,8 @@ __device__ unsigned by_columns(const unsigned* columns, unsigned crc) {
   return found;
 }
 
-// tables: uint32, as `gpu_checksums.kernel_tables` makes them: [8][16] for 512 zero bytes, [32] for
-// 4, and [32 lanes][32] for the bytes after a lane's word in a stripe. At most 1024 threads per
-// block.
+// tables: uint32, from `gpu_checksums.kernel_tables`: [8][16] for 512 zero bytes, [32] for 4, and
+// [32 lanes][32] for the bytes after a lane's word in a stripe. At most 1024 threads per block.
 extern "C" __global__ void crc_blocks(const Part* parts, u64 count, const unsigned* tables,
                                       unsigned* out) {
   __shared__ unsigned table[kNibbles * kValues * kLanes];
@@ -68,9 +66,9 @@ extern "C" __global__ void crc_blocks(const Part* parts, u64 count, const unsign
   const unsigned* mine = table + lane;
   const unsigned* word = tables + kNibbles * kValues;
   const unsigned* behind = word + 32 + 32 * lane;
-  const u64 warps_a_block = blockDim.x / kLanes;
-  const u64 step = gridDim.x * warps_a_block;
-  for (u64 i = blockIdx.x * warps_a_block + threadIdx.x / kLanes; i < count; i += step) {
+  const u64 warps_per_block = blockDim.x / kLanes;
+  const u64 step = gridDim.x * warps_per_block;
+  for (u64 i = blockIdx.x * warps_per_block + threadIdx.x / kLanes; i < count; i += step) {
     const u64 stripes = parts[i].bytes / (sizeof(uint4) * kLanes);
     const uint4* from = reinterpret_cast<const uint4*>(parts[i].source) + lane;
     unsigned x = 0, y = 0, z = 0, w = 0;
@@ -94,7 +92,7 @@ extern "C" __global__ void crc_blocks(const Part* parts, u64 count, const unsign
       z = advance(mine, z) ^ held.z;
       w = advance(mine, w) ^ held.w;
     }
-    // Join the four words of the lane, then append zero bytes for the lanes after it.
+    // Join the lane's four words, then append zero bytes for the lanes after it.
     unsigned crc = by_columns(word, x);
     crc = by_columns(word, crc ^ y);
     crc = by_columns(word, crc ^ z);
