@@ -8,7 +8,6 @@
 
 namespace nb = nanobind;
 
-// A `protocol.ChunkBatch`.
 using ChunkBatch = nb::typed<nb::tuple, nb::bytes, nb::bytes, nb::bytes, nb::bytes, nb::bytes>;
 
 // Return a column of a `protocol.ChunkBatch`.

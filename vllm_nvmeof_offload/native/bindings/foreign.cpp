@@ -59,7 +59,7 @@ void bind_owner(nb::module_& m) {
       .def_ro("rows", &OwnerRecord::rows);
 }
 
-// These calls release the GIL, because they may wait for the table's lock.
+// Release the GIL, because these calls may wait for the table's lock.
 using Unlocked = nb::call_guard<nb::gil_scoped_release>;
 
 void bind_writer(nb::module_& m) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Look-ups for vLLM, which calls them key by key in a Python loop. A call costs less than that of
-// an empty Python function, even among millions of entries, because their memory was prefetched.
+// Look-ups for vLLM, which calls them key by key in a Python loop. Memory is prefetched, so that a
+// call costs less than that of an empty Python function even among millions of entries.
 #include "bindings/bindings.h"
 
 #include <nanobind/stl/tuple.h>
@@ -23,11 +23,10 @@ bool is_key(PyObject* key, const Index& index) {
   return PyBytes_Check(key) && static_cast<size_t>(PyBytes_GET_SIZE(key)) == index.key_bytes();
 }
 
-// Prefetches the memory that the next look-ups will read, by following a request's lists of keys,
-// up or down. This affects no result.
+// Prefetches the memory that the next look-ups will read, by following a request's lists of keys up
+// or down. This affects no result.
 class Ahead {
  public:
-  // foreign: other engines' chunks, or null if nothing is shared.
   Ahead(const Index& index, const Foreign* foreign) : index_(index), foreign_(foreign) {}
 
   // Start following lists of keys, which may grow. vLLM's look-ups pass the same key objects.
@@ -43,13 +42,12 @@ class Ahead {
     list_ = nullptr;
   }
 
-  // Prefetch after a look-up of this key.
   void follow(PyObject* key) {
     if (list_ == nullptr || !(moved(key, step_) || moved(key, -step_))) search(key);
   }
 
  private:
-  // The distances, in keys, at which the bucket and the row are prefetched.
+  // Prefetch distances, in keys.
   static constexpr Py_ssize_t kBucket = 16, kRow = 8;
   // After this many consecutive failed searches, the keys are assumed to be in no list.
   static constexpr int kLostMax = 2;
@@ -113,7 +111,6 @@ class Ahead {
 using PyKeys = nb::typed<nb::list, nb::bytes>;
 using Asked = std::tuple<PyKeys, PyKeys>;  // keys that hit, keys that missed
 
-// Answers vLLM's look-ups, and records and counts the keys.
 class LookUps {
  public:
   // sources_of: returns the sources that a load filter allows. hit, miss: the results for vLLM.
@@ -124,8 +121,8 @@ class LookUps {
         answers_{std::move(miss), hit, hit, hit},
         ahead_(tiers_.index, tiers_.foreign()) {}
 
-  // Begin one request's look-ups, which last until `end` and may hit only in these sources. lists:
-  // lists of the request's keys, for speed.
+  // Begin one request's look-ups, which may hit only in these sources, until `end`. lists: of the
+  // request's keys, for prefetching.
   void begin(uint8_t sources, const nb::typed<nb::iterable, nb::typed<nb::list, nb::any>>& lists) {
     context_ = {};
     allowed_ = sources;
@@ -158,14 +155,13 @@ class LookUps {
     return answers_[static_cast<size_t>(source)].inc_ref().ptr();
   }
 
-  // Take the counts of look-ups that missed and that hit in each source.
+  // Take the counts of look-ups, by source.
   std::vector<uint64_t> take_counts() {
     const auto counts = std::exchange(counts_, {});
     return {counts.begin(), counts.end()};
   }
 
  private:
-  // Read the request's filter, once for all its consecutive look-ups.
   void enter(PyObject* context) {
     const nb::object filter = nb::borrow(context).attr("load_tier_filter");
     sources_ = allowed_ & nb::cast<uint8_t>(sources_of_(filter));
@@ -202,15 +198,14 @@ extern "C" PyObject* look_up(PyObject* self, PyObject* const* arguments, Py_ssiz
 }
 
 PyMethodDef look_up_method = {"lookup",
-                              // A function that Python calls with METH_FASTCALL has another type
-                              // than PyCFunction. NOLINTNEXTLINE(bugprone-casting-through-void)
+                              // METH_FASTCALL functions have another type than PyCFunction.
+                              // NOLINTNEXTLINE(bugprone-casting-through-void)
                               reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(look_up)),
                               METH_FASTCALL, nullptr};
 
 }  // namespace
 
 void bind_look_ups(nb::module_& m) {
-  // The type of a function that takes a key and a `ReqContext`.
   using LookUp = nb::typed<nb::object, nb::typed<nb::callable, nb::any(nb::bytes, nb::any)>>;
   nb::class_<LookUps>(m, "LookUps")
       .def(nb::init<nb::typed<nb::object, Tiers>, nb::typed<nb::callable, uint8_t(nb::any)>,
@@ -219,7 +214,7 @@ void bind_look_ups(nb::module_& m) {
       .def("begin", &LookUps::begin, "sources"_a, "lists"_a)
       .def("end", &LookUps::end)
       .def("take_counts", &LookUps::take_counts)
-      // A built-in function, because nanobind takes time to convert and check arguments.
+      // A built-in function, because nanobind's conversion and checks of arguments take time.
       .def_prop_ro("lookup", [](nb::handle self) {
         return LookUp(nb::steal(PyCFunction_New(&look_up_method, self.ptr())));
       });

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings of the worker's machine. Columns are passed as numpy arrays or bytes. Code that
-// runs per chunk runs without the GIL.
+// Python bindings of the worker's machine. Columns are numpy arrays or bytes. Code that runs per
+// chunk runs without the GIL.
 #include "bindings/bindings.h"
 
 #include <nanobind/ndarray.h>
@@ -47,8 +47,8 @@ LaneEnd lane_end(const PythonEnd& end) {
 // Lanes implemented in Python: for peers, the fault injector and the simulator.
 class PythonLanes final : public NativeLanes {
  public:
-  // room() returns (reads, writes). submit() receives a list of `LaneOp`. cancel(token) implements
-  // `cancel_one`. poll() returns a list of `PythonEnd`.
+  // room: returns (reads, writes). submit: takes a list of `LaneOp`. cancel: as `cancel_one`. poll:
+  // returns a list of `PythonEnd`.
   PythonLanes(nb::object room, nb::object submit, nb::object cancel, nb::object poll)
       : room_(std::move(room)),
         submit_(std::move(submit)),
@@ -107,8 +107,8 @@ int64_t thread_cpu_ns() {
   return now.tv_sec * 1'000'000'000 + now.tv_nsec;
 }
 
-// Releases the GIL if the call processes many rows. If other threads wait for the GIL, releasing
-// and reacquiring it costs as much as a few dozen rows.
+// Releases the GIL if the call processes many rows. Releasing and reacquiring it while other
+// threads wait for it costs as much as a few dozen rows.
 class Unlocked {
  public:
   explicit Unlocked(size_t rows = kRowsMin) {
@@ -179,7 +179,7 @@ Stamp stamp_of(const PyStamp& pair) {
   return stamp;
 }
 
-// The options are documented in `io_queue.h` and `machine.h`, with their defaults.
+// `io_queue.h` and `machine.h` document the options.
 void bind_options(nb::module_& m) {
   nb::class_<IoOptions>(m, "IoOptions")
       .def_rw("targets", &IoOptions::targets)
@@ -262,7 +262,6 @@ Columns columns_of(const nb::tuple& batch) {
   return columns;
 }
 
-// fence: see `Machine::begin`.
 void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const ChunkBatch& batch,
            const std::optional<PieceRows>& rows, const std::optional<Column<uint32_t>>& first,
            uint64_t fence, const nb::bytes& clients) {
@@ -276,7 +275,6 @@ void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const C
                 fence);
 }
 
-// Return the integers, one per group, of a list or tuple.
 std::vector<size_t> numbers(nb::handle sequence) {
   std::vector<size_t> found;
   for (const nb::handle one : nb::borrow<nb::sequence>(sequence))
@@ -326,8 +324,8 @@ PieceColumns cache_pieces(const CacheGeometry& geometry, bool is_store, Ids ids,
   return nb::make_tuple(array(std::move(rows), 3), array(std::move(first)));
 }
 
-// A store or load for `begin_transfers`, as (op, is_store, batch, block ids, sizes, firsts). The
-// last three are as in `JobBlocks` (copy/geometry.py).
+// A store or load as (op, is_store, batch, block ids, sizes, firsts); the last three as in
+// `JobBlocks` (copy/geometry.py).
 using GivenTransfer = Tuple<uint64_t, bool, ChunkBatch, nb::ndarray<nb::numpy, int32_t>,
                             nb::typed<nb::sequence, size_t>, nb::typed<nb::sequence, size_t>>;
 
@@ -387,7 +385,6 @@ void set_peer(Machine& machine, size_t peer, bool usable, size_t reads_max, doub
   machine.set_peer(peer, {usable, reads_max, bytes_per_s, queued_bytes, lost});
 }
 
-// Return whether a target's health may have changed, so that Python must check it.
 bool health_has_news(const IoQueue& io) {
   return std::ranges::any_of(io.health_counts,
                              [](const auto& one) { return one.late || one.released_late; }) ||
@@ -396,7 +393,7 @@ bool health_has_news(const IoQueue& io) {
 }
 
 // Handle the ends reported by lanes, and hand over tasks until nothing more advances. Returns true
-// if a target's health may have changed: Python must then check it and call again.
+// if Python must check a target's health, and then call again.
 bool advance(Machine& machine, double ahead_s) {
   IoQueue& io = machine.io;
   const Unlocked unlocked(machine.to_move());
@@ -408,12 +405,13 @@ bool advance(Machine& machine, double ahead_s) {
     io.offer_reads();
     io.offer_writes();
     io.fail_stalled();
-  } while (machine.run());  // start all that has room: the next call may be much later
+    // Start all operations that have room, because the next call may be much later.
+  } while (machine.run());
   return health_has_news(io);
 }
 
-// Return (token, target) of each superblock to write and (target, code, errno) of each that failed
-// or is late, or None if there are none.
+// Return (token, target) of each superblock to write, and (target, code, errno) of each that failed
+// or is late; None if there are none.
 std::optional<std::pair<std::vector<std::tuple<uint64_t, size_t>>,
                         std::vector<std::tuple<size_t, uint8_t, int>>>>
 offer_resets(Machine& machine) {
@@ -429,7 +427,7 @@ offer_resets(Machine& machine) {
   return std::pair(std::move(offered), std::move(unwritten));
 }
 
-// A `CopyBatch` as (number, is_store, fence, bytes, pieces, summed). `summed` is (counts, payloads,
+// A `CopyBatch` as (number, is_store, fence, bytes, pieces, summed). summed: (counts, payloads,
 // sizes, sampled) if checksums are needed, else None.
 using SummedPieces =
     Tuple<nb::ndarray<nb::numpy, uint32_t>, nb::ndarray<nb::numpy, uint64_t>,
@@ -582,7 +580,7 @@ std::tuple<size_t, size_t, size_t, size_t, size_t, size_t, size_t> levels(Machin
           io.writes_in_flight()};
 }
 
-// Call `choose_lane`. peers: (end_s, has_room) of each peer's lane.
+// peers: (end_s, has_room) of each peer's lane.
 int choose(double own_end_s, bool own_room, const std::vector<std::pair<double, bool>>& peers) {
   std::vector<LaneEstimate> estimates;
   estimates.reserve(peers.size());

@@ -37,9 +37,9 @@ std::array<uint8_t, 16> sixteen(const nb::bytes& given) {
 
 std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
-// targets: the descriptors of slab, table and log. logs: the number of pages, the first page's
-// sequence, and the lease generation. permits: the address of each target's permit word, or 0 if
-// the region has no lease. limits: see `io.engine`.
+// targets: descriptors of slab, table and log. logs: number of pages, first page's sequence, lease
+// generation. permits: address of each target's permit word, or 0 without a lease. limits: see
+// `io.engine`.
 void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targets, uintptr_t base,
                  size_t bytes, const std::vector<nb::bytes>& regions,
                  const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& logs, uint16_t rank,
@@ -87,7 +87,6 @@ void submit(Engine& engine, uint64_t token, unsigned urgency, Place place, uintp
   engine.take(request);
 }
 
-// Return the token, code, errno, time and payload CRC of each `LaneEnd`.
 std::vector<std::tuple<uint64_t, uint8_t, int, int64_t, int64_t>> poll(Engine& engine) {
   std::vector<std::tuple<uint64_t, uint8_t, int, int64_t, int64_t>> found;
   for (const LaneEnd& one : engine.poll())
@@ -115,7 +114,6 @@ using Words = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device:
 using Counts = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Signed = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-// Copy pieces between addresses.
 void copy(Words to, Words from, Words sizes) {
   if (to.size() != from.size() || to.size() != sizes.size())
     throw nb::value_error("the columns differ in length");
@@ -125,8 +123,8 @@ void copy(Words to, Words from, Words sizes) {
 }
 
 // Copy pieces of payloads, and write each payload's CRC, or kNoCrc if its pieces do not cover it in
-// order and without gaps. counts: the number of pieces of each payload. loads: whether payloads are
-// the source; the CRCs are then of the bytes that arrived. Otherwise they are the destination.
+// order and without gaps. counts: the number of pieces per payload. loads: whether payloads are the
+// source, and the CRCs those of the bytes that arrived; otherwise payloads are the destination.
 void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words payloads,
                    Words payload_sizes, Signed crcs, bool loads) {
   const size_t pieces = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
@@ -156,7 +154,7 @@ void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words paylo
 using Lanes32 = nb::ndarray<const uint32_t, nb::shape<-1, 32>, nb::c_contig, nb::device::cpu>;
 
 // Write the CRC of each message. words, sizes: the parts of all messages, as for
-// `nvmeof::join_crcs`. counts: the number of parts of each message.
+// `nvmeof::join_crcs`. counts: the number of parts per message.
 void join_crcs_of(Lanes32 words, Words sizes, Counts counts, Crcs crcs) {
   const size_t parts = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
   if (words.shape(0) != parts || sizes.size() != parts || crcs.size() != counts.size())
@@ -267,7 +265,7 @@ using End = std::pair<uintptr_t, std::optional<EventWaiter*>>;  // a `CudaEnd`
 
 CudaEnd end_of(const End& end) { return {handle(end.first), end.second.value_or(nullptr)}; }
 
-// Release the GIL once for all calls, because each may wait for the driver's locks or queues.
+// Release the GIL once for all calls, because each may wait for the driver.
 template <typename Submit>
 Failure unlocked(const Submit& submit) {
   CudaFailure failure;
@@ -318,7 +316,7 @@ void bind_cuda(nb::module_& m) {
             return cuda.record(handle(event), handle(stream));
           },
           nb::call_guard<nb::gil_scoped_release>())
-      // A query never blocks, so it keeps the GIL, or another thread could take it for 0.5 ms.
+      // A query never blocks. If it released the GIL, another thread could take it for 0.5 ms.
       .def("query",
            [](const CudaFunctions& cuda, uintptr_t event) { return cuda.query(handle(event)); });
 }
@@ -373,7 +371,7 @@ NB_MODULE(_native, m) {
 
   bind_cuda(m);
   bind_engine(m);
-  // The log that the engine writes after each table entry, for tests that act as another server.
+  // The engine's log, for tests that act as another server.
   nb::class_<LogWriter>(m, "LogWriter")
       .def("__init__", &make_log)
       .def("put", &log_put)

@@ -45,7 +45,6 @@ using PyKeys = nb::typed<nb::handle, nb::typed<nb::sequence, nb::bytes>>;
 template <typename... Items>
 using ListOf = nb::typed<nb::list, nb::typed<nb::tuple, Items...>>;
 
-// The keys of a Python sequence, which this object keeps alive.
 class KeyList {
  public:
   KeyList(nb::handle keys, size_t key_bytes)
@@ -73,8 +72,8 @@ class KeyList {
   std::vector<const char*> keys_;
 };
 
-// A user's `EvictionPolicy`. The evictable slots are recorded here too, because a slot in use would
-// be overwritten if the policy returned it.
+// A user's `EvictionPolicy`. Evictable slots are recorded here too, because a policy that returns a
+// slot in use would cause its data to be overwritten.
 class PythonOrder final : public Order {
  public:
   PythonOrder(nb::object policy, size_t slots) : policy_(std::move(policy)), inside_(slots) {}
@@ -204,7 +203,6 @@ using Indexes = std::vector<uint32_t>;
 // failed, and whether the last row was decided.
 using Reported = std::tuple<Indexes, std::optional<Indexes>, Indexes, bool>;
 
-// Convert an effect for Python.
 Reported reported(Effect&& effect, const Batch& batch) {
   const bool ended = !effect.decided.empty() && batch.undecided == 0;
   std::optional<Indexes> decided;
@@ -225,7 +223,7 @@ Reported report(Tiers& tiers, int kind, Batch& batch, std::optional<Column<uint3
 
 using WholeReported = std::tuple<Indexes, std::vector<std::tuple<uint32_t, Reported>>>;
 
-// Apply a rank's reports that all rows of several ops are OK and released. kinds: one per op.
+// Apply a rank's reports that all rows of these ops are OK and released. kinds: one per op.
 WholeReported report_whole(Tiers& tiers, const nb::bytes& kinds,
                            const nb::typed<nb::list, Batch>& batches) {
   if (kinds.size() != batches.size()) throw nb::value_error("the columns differ in length");
@@ -303,14 +301,14 @@ nb::bytes bytes_of(const SmallColumn<T, kInside>& column) {
   return nb::bytes(column.data(), column.size() * sizeof(T));
 }
 
-// Return a `protocol.ChunkBatch` of copies, because the rows change later.
+// Return copies as a `protocol.ChunkBatch`, because the rows change later.
 ChunkBatch columns(const Batch& batch) {
   return nb::make_tuple(bytes_of(batch.keys), bytes_of(batch.generations), bytes_of(batch.cache),
                         bytes_of(batch.places), bytes_of(batch.groups));
 }
 
-// Return the bytes, by target, of the rows with a place, and the number of such rows. lane_bytes:
-// see `read_bytes_of`.
+// Return the bytes to read, by target, and the number of rows with a place. lane_bytes: see
+// `read_bytes_of`.
 std::tuple<std::vector<uint64_t>, size_t> lanes(const Batch& batch,
                                                 const std::vector<uint64_t>& lane_bytes,
                                                 size_t targets) {
@@ -325,7 +323,6 @@ std::tuple<std::vector<uint64_t>, size_t> lanes(const Batch& batch,
   return {std::move(bytes), count};
 }
 
-// Return whether any row is read from another engine's region.
 bool borrows(const Batch& batch) {
   bool found = false;  // branch-free, because nearly always all rows are examined
   for (size_t at = 0; at < batch.size(); ++at) found |= is_foreign(batch.places[at]);
@@ -530,7 +527,6 @@ void bind_state(nb::class_<Tiers>& type) {
       .def_ro("backlog", &Tiers::backlog);
 }
 
-// A request's chunks, and the holds on them.
 struct PyWanted {
   explicit PyWanted(nb::handle sequence, size_t key_bytes) : keys(sequence, key_bytes) {
     wanted.taken.resize(Keys(keys).size());
@@ -594,7 +590,7 @@ void bind_holds(nb::module_& m) {
                keys.emplace_back(tiers.index.key(row), tiers.index.key_bytes());
              return keys;
            })
-      // Take the counts of fetches begun (by reason) and ended (by `End`) since the last call.
+      // Fetches begun (by reason) and ended (by `End`) since the last call.
       .def("take_counts",
            [](Holds& holds) {
              return std::pair(std::exchange(holds.begun, {}), std::exchange(holds.ends, {}));

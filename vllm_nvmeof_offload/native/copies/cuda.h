@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The calls of NVIDIA's driver that a copy makes on its way, by the addresses of its functions. So
-// a whole batch of copies, its end mark and the wait for it run without the GIL.
+// Calls of NVIDIA's driver, through the addresses of its functions, so that a whole batch of
+// copies, its end event and the wait for the event run without the GIL.
 #pragma once
 
 #include <fcntl.h>
@@ -25,7 +25,7 @@ namespace nvmeof {
 
 using CudaHandle = void*;  // a context, stream, event or kernel
 
-// The driver's functions, and the context whose calls they are. Each returns a CUresult.
+// The driver's functions, and the context in which they are called. Each returns a CUresult.
 struct CudaFunctions {
   CudaHandle context = nullptr;
   // cuMemcpyBatchAsync of CUDA 12.8, or null in an older driver.
@@ -42,8 +42,8 @@ struct CudaFunctions {
   int (*exchange_capture_mode)(int* mode) = nullptr;
 };
 
-// The first call that failed: its name, its CUresult, and the number of the copy or launch. After
-// success the name is null.
+// The first call that failed: its name, its CUresult, and the index of the copy or launch. The name
+// is null after success.
 struct CudaFailure {
   const char* call = nullptr;
   int status = 0;
@@ -69,7 +69,7 @@ class EventWaiter {
     ++watched_;
   }
   uint64_t newest() const { return watched_; }
-  // Return whether the thread no longer needs the event with this number, so that it may be reused.
+  // Return whether the thread no longer uses the event with this number.
   bool is_over(uint64_t number) const { return state_->done >= number; }
   // End the thread after the last watched event, which must be done soon.
   void close() {
@@ -91,7 +91,7 @@ class EventWaiter {
     const int wake_fd;
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<CudaHandle> events;  // watched, and not yet waited for
+    std::deque<CudaHandle> events;  // watched, and not waited for yet
     bool stopping = false;
     std::atomic<uint64_t> done{0};
   };
@@ -106,7 +106,7 @@ class EventWaiter {
       const CudaHandle event = state.events.front();
       state.events.pop_front();
       lock.unlock();
-      state.cuda.synchronize(event);  // the engine's poll gets the same error, and logs it
+      state.cuda.synchronize(event);  // the engine's poll gets and logs the same error
       ++state.done;
       eventfd_write(state.wake_fd, 1);
     }
@@ -117,8 +117,8 @@ class EventWaiter {
   std::thread thread_;
 };
 
-// The end of a submission: the event to record after it, or null, and the thread that waits for the
-// event, or null.
+// The end of a submission: the event to record, and the thread that waits for the event; null if
+// none.
 struct CudaEnd {
   CudaHandle event = nullptr;
   EventWaiter* waiter = nullptr;
@@ -131,21 +131,19 @@ inline CudaFailure record_end(const CudaFunctions& cuda, CudaHandle stream, cons
   return {};
 }
 
-// The columns of copies.
 struct CopyColumns {
   uint64_t *to, *from;
   size_t* sizes;
 };
 
-// The most copies in the first call, in each later call as a multiple of the one before, and in any
-// call. The driver needs 0.43 µs for a copy and, because 16 calls of 64 took 895 µs on an H200,
-// about 28 µs for a call. The GPU seems to start when a call returns: a small first call starts it
-// early, and while it copies there is time for a larger one. Batches of about 50,000 crashed
-// drivers.
+// The most copies in the first call, the factor by which this grows from call to call, and its
+// limit. On an H200, the driver needs 0.43 µs per copy and about 28 µs per call (16 calls of 64
+// copies took 895 µs). The GPU seems to start when a call returns: a small first call starts it
+// early, which leaves time for larger ones. Batches of about 50,000 crashed drivers.
 inline constexpr size_t kFirstCopies = 16, kCopiesGrowth = 4, kCopiesMax = 4096;
 
-// Submit copies, then their end. attributes: a CUmemcpyAttributes, ignored without the batch call.
-// After a failure the earlier calls may be running, and the end is not recorded.
+// Submit copies, then record their end. attributes: a CUmemcpyAttributes, ignored without
+// `copy_batch`. After a failure, earlier calls may be running, and the end is not recorded.
 inline CudaFailure submit_copies(const CudaFunctions& cuda, const CopyColumns& all, size_t count,
                                  CudaHandle stream, void* attributes, const CudaEnd& end) {
   size_t first = 0, failed = 0, call_max = kFirstCopies;
@@ -165,8 +163,8 @@ inline CudaFailure submit_copies(const CudaFunctions& cuda, const CopyColumns& a
   return record_end(cuda, stream, end);
 }
 
-// Launch a kernel once for each row, then record the end. A row holds the number of thread blocks,
-// followed by the kernel's arguments. threads: per block.
+// Launch a kernel once per row, then record the end. A row holds the number of thread blocks and
+// the kernel's arguments. threads: per block.
 inline CudaFailure submit_launches(const CudaFunctions& cuda, CudaHandle kernel, unsigned threads,
                                    std::span<uint64_t> rows, size_t columns, CudaHandle stream,
                                    const CudaEnd& end) {
