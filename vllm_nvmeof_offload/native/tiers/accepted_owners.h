@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The manager's view of the foreign table: the rows that may be read now, and the engines whose
-// regions the workers must open. Even an accepted row is only a hint: a read verifies the slot.
+// regions the workers must open. Even an accepted row is only a hint, which a read verifies.
 #pragma once
 
 #include <array>
@@ -14,7 +14,7 @@
 
 namespace nvmeof {
 
-// An engine (owner) with regions that the workers must open.
+// An engine with regions that the workers must open.
 struct Attachment {
   uint32_t owner;
   OwnerRecord record;
@@ -28,7 +28,7 @@ class Foreign : public ForeignReader {
   void set_time(double now_s) { set_now_s_ = now_s; }
 
   // -- acceptance -------------------------------------------------------------------
-  // Set the tag of the weights in use here. If it is all zeros (no tag), no engine is accepted.
+  // tag: of the weights in use here. If it is all zeros, no engine is accepted.
   void set_tag(const std::array<uint8_t, kTagBytes>& tag);
   // Set the tag of new weights, shortly before a reset. After that reset, even the old chunks of
   // engines with this tag are offered, because none was offered before.

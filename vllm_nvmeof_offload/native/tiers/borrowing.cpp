@@ -7,7 +7,7 @@
 
 namespace nvmeof {
 
-// Return whether the chunk can be read from the row's place now. Check it all: the row is a hint.
+// Return whether the chunk can be read from the row's place now. The row is only a hint.
 bool Tiers::can_borrow(const ForeignRow& row, const char* key) const {
   const uint32_t number = target_of(row.place), member = member_of(row.place);
   if (!is_foreign(row.place) || number >= targets.size() || !targets[number].usable) return false;

@@ -63,10 +63,10 @@ class Order {
 using MakeOrder = std::function<std::unique_ptr<Order>(const SlotRecords& slots)>;
 
 // Evicts the least recently used slot first; ties are broken by slot. Each slot has one record,
-// filed by its last use in buckets of 1024 uses. A later use does not move the record, which then
-// gives only the earliest time at which the slot could be due. When the record is reached, it is
-// filed again, or dropped if the slot was withdrawn. A bucket is sorted when it becomes the oldest,
-// so that victims are adjacent and known in advance; a heap would take ten times as long.
+// filed by its last use in buckets of 1024 uses. A later use does not move the record. When the
+// record is reached, it is filed again, or dropped if the slot was withdrawn. A bucket is sorted
+// when it becomes the oldest, so that the next victims are known in advance; a heap would take ten
+// times as long.
 class Lru final : public Order {
  public:
   explicit Lru(const SlotRecords& slots) : slots_(slots), filed_(slots.size()) {}
@@ -214,13 +214,13 @@ class Arrivals final {
 // If more conversations are interleaved than a tier holds, plain LRU evicts each of them just
 // before its next turn. Therefore, each request that uses a chunk, except the first, moves the
 // chunk's last use ahead by `credit` uses, at most kCreditedMax times. A reused chunk is kept
-// longer, but still evicted once its conversation is over. A prefix's head is used by every request
-// that uses its tail, so the tail is evicted first. Without credit this is plain LRU.
+// longer, but still evicted after its conversation has ended. A prefix's head is used by every
+// request that uses its tail, so the tail is evicted first.
 //
 // Only the CPU tier gives credit. The pool thus keeps the chunks that the CPU tier evicts in favour
 // of credited ones, and the tiers together hold more distinct chunks. If the pool is at most twice
-// as large as the CPU tier, it may evict the middle of a prefix that the CPU tier still has, and
-// keep the unreachable end. This affects a few chunks in a thousand (test_eviction_order.py).
+// as large as the CPU tier, it may evict the middle of a prefix whose end it keeps. This affects a
+// few chunks in a thousand (test_eviction_order.py).
 class Recency {
  public:
   static constexpr uint32_t kCreditedMax = 3;
@@ -247,11 +247,10 @@ class Recency {
 };
 
 // Slots 0 … capacity-1 of the CPU tier or of one target, and the parts of divided slots. A slot's
-// users are the operations on it and its holds. If its entry is removed, the slot is an orphan
-// until its last user releases it. Thus no buffer is reused before every rank has released it.
+// users are the operations on it and its holds. A slot whose entry is removed is an orphan until
+// its last user releases it, so that no buffer is reused before every rank has released it.
 class Slots {
  public:
-  // set_size: the size of the largest set of ranks that divides a slot.
   explicit Slots(Slot capacity, uint32_t set_size = 1)
       : parts(capacity, set_size), records_(parts.end()), free_(capacity) {}
 
@@ -432,18 +431,20 @@ struct SavedSession {
 static_assert(sizeof(SavedSession) == 21);
 
 // The chunks that requests ask to retain for a time, by session. A session retains the chunks of
-// all its requests until it expires or is dropped; a chunk, until the last of its sessions ends.
+// all its requests until it expires or is dropped. A chunk is retained until the last of its
+// sessions ends.
 //
 // A client is a number for a salt, or 0 if unknown. All sessions of a chunk belong to one client,
 // because the salt is in every key. If a client may retain no more chunks, its sessions of lower
-// priority lose theirs, from their ends.
+// priority lose theirs, last chunk first.
 //
-// Sessions are numbered. The one that expires at second s is in the list `wheel_[s % kWheel]`, so a
-// second costs a look at the sessions of one list.
+// A session that expires at second s is in the list `wheel_[s % kWheel]`, so that each second
+// examines only one list.
 class Sessions {
  public:
-  // A client's sessions may refer to each of its chunks this many times on average, and to all
-  // clients' twice as often. A session without chunks is closed, so this bounds sessions too.
+  // A client's sessions may have this many references per chunk that the client may retain, and
+  // those of all clients together twice as many. Sessions without chunks are closed, so this bounds
+  // sessions too.
   static constexpr size_t kReferencesPerChunk = 8;
 
   // chunks_max: the most chunks that one client may retain; 0 turns retention off.
@@ -453,7 +454,6 @@ class Sessions {
   size_t size() const { return count_; }
   size_t chunks() const { return chunks_; }
   bool retains(Row row) const { return chunks_ && rows_[row].sessions; }
-  // Return the client of the row's chunk.
   uint32_t client_of(Row row) const { return rows_[row].client; }
   // Record the client of the row's chunk. That of a retained chunk stays, because it is counted.
   void set_client(Row row, uint32_t client) {
@@ -712,8 +712,8 @@ class Sessions {
   uint32_t now_ = 0, next_ = 0;          // the current second, and the first one not finished
 };
 
-// The slots of a tier or target that `Keeping` keeps: one client's are at most `client_max`, and
-// all clients' at most twice as many.
+// The slots of a tier or target that `Keeping` keeps: at most `client_max` per client, and twice as
+// many in all.
 struct KeptSlots {
   size_t client_max = 0, all = 0;
   std::unordered_map<uint32_t, size_t> by_client;
@@ -783,9 +783,9 @@ class Keeping final : public Order {
 };
 
 // Evict chunks until `wanted` is free, in a tier whose slots may be divided. Returns false if
-// nothing was evicted. If a part is wanted, the coldest of the first few victims that suits it is
-// evicted. If none suits, all parts of one row are evicted: the coldest row whose chunks can all be
-// evicted. may: returns whether a slot's chunk can be evicted. evict: evicts that chunk.
+// nothing was evicted. For a part, evict the coldest of the first few victims that suits it. If
+// none suits, evict all parts of the coldest row whose chunks can all be evicted. may: returns
+// whether a slot's chunk can be evicted. evict: evicts that chunk.
 template <typename May, typename Evict>
 bool make_room(const Slots& slots, Order& order, const Part& wanted, May may, Evict evict) {
   constexpr size_t kVictimsPerMember = 4, kRowsMax = 256;  // examined at most

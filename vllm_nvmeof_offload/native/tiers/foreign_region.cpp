@@ -46,8 +46,8 @@ uint32_t crc_of(const std::byte* entry, uint32_t slot) {
 }
 
 // Read `bytes` at `offset`, padding with zeros after the end of the file. Returns an errno, or 0.
-// The file may be open with O_DIRECT, so only whole pages are read: `into` must consist of whole
-// pages, and may be written beyond `bytes`.
+// Only whole pages are read, as O_DIRECT requires: `into` must consist of whole pages, and may be
+// written beyond `bytes`.
 int read_whole(int fd, std::byte* into, size_t bytes, uint64_t offset) {
   const size_t room = whole_pages(bytes);
   size_t done = 0;
@@ -193,8 +193,8 @@ int ForeignRegion::take_page(ForeignWriter& table, const std::byte* page, int64_
   return why;
 }
 
-// Read the page's records from `log_index_` on. PUTs go into `changed_`, and the caller then
-// applies them together: one at a time, each would wait for memory.
+// Read the page's records from `log_index_` on. The caller applies the PUTs in `changed_` together:
+// one at a time, each would wait for memory.
 int ForeignRegion::read_records(const std::byte* page, uint32_t records, int64_t now_ns) {
   while (log_index_ < records) {
     const std::byte* const at = page + kLogHeadBytes + log_index_ * kLogRecordBytes;

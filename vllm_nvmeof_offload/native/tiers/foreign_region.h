@@ -1,11 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// The last known table of another engine's region, and those of its chunks that are in the foreign
-// table. A scan reads the region's whole table and compares the first 16 bytes of each entry with
-// those that the previous scan found: a rewritten slot has a new checksum and generation. Only
-// changed entries are decoded.
-//
-// A region with a log is scanned once, and then followed through its log records: a PUT replaces
-// the slot's entry, as if a scan had found the new one.
+// The last known table of another engine's region, and its chunks in the foreign table. A scan
+// reads the whole table and decodes the entries whose first 16 bytes changed: a rewritten slot has
+// a new checksum and generation. A region with a log is scanned once, and then followed through its
+// log records: a PUT replaces the slot's entry, as if a scan had found the new one.
 #pragma once
 
 #include <array>
@@ -27,19 +24,19 @@ class ForeignRegion {
     uint32_t id;
     uint32_t set_size;  // ranks that share single copies; if 1, single copies are not offered
   };
-  // The engine's number, our target that holds the region, and the rank that writes the region.
+  // owner: the engine's number. target: ours that holds the region. rank: the region's writer.
   struct Home {
     uint32_t owner, target, rank;
   };
 
-  // slots: the number of slots. young_ns: the delay between seeing an entry and offering it.
+  // young_ns: the delay between seeing an entry and offering it.
   ForeignRegion(Home home, uint64_t slots, std::vector<Group> groups, int64_t young_ns);
 
   // Withdraw all entries offered so far, and then offer only entries of this epoch. from_now: offer
   // only entries written after the next scan, even if the epoch changes.
   void begin(ForeignWriter& table, uint32_t epoch, bool from_now);
-  // Read the table file `fd` and offer its entries. Returns an errno, or 0 after reading all of it.
-  // A truncated part counts as empty. log_is_ahead: whether a slot that the log named since the
+  // Read the table file `fd` and offer its entries. A truncated part counts as empty. Returns an
+  // errno, or 0 after reading all of it. log_is_ahead: whether a slot that the log named since the
   // previous scan keeps the log's entry, which may not be in the table yet.
   int scan(ForeignWriter& table, int fd, int64_t now_ns, bool log_is_ahead);
   // Find the end of the log in file `fd`, which has this many pages. Call this before a scan, and
@@ -50,12 +47,11 @@ class ForeignRegion {
   static constexpr int kOverrun = -1;  // the log was overwritten or is damaged
   static constexpr int kReset = -2;    // a superblock with another epoch was written
   int follow_log(ForeignWriter& table, int fd, int64_t now_ns);
-  // Return whether `follow_log` may find something or the file was removed. This costs much less
-  // than `follow_log`, but works only on a file that is open without O_DIRECT.
+  // Return whether `follow_log` may find something or the file was removed. This costs much less,
+  // but works only on a file that is open without O_DIRECT.
   bool may_have_news(int fd) const;
   // Offer entries that are old enough now. A scan does this at its end.
   void ripen(ForeignWriter& table, int64_t now_ns);
-  // Return the number of chunks offered.
   uint64_t rows() const { return rows_; }
 
  private:

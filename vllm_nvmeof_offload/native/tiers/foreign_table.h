@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The foreign table lists the chunks that other engines (owners) have in their pools. The follower,
-// a separate process, is its only writer; the engine's process reads it in place, without locks. A
-// row has no state, users or policy: it is a hint, and its slot is verified when read.
+// The foreign table lists the chunks in other engines' pools. The follower, a separate process, is
+// its only writer; the engine's process reads it in place, without locks. A row is only a hint: its
+// slot is verified when read.
 //
-// The memory is an anonymous file (memfd) that both processes map:
+// The memory is a memfd that both processes map:
 //
 //     0         u64 magic · u64 area · u64 requested version · u64 time of the last scan · u64 rows
 //               · u64 last version requested with all the owners' chunks · u64 log overruns
@@ -11,9 +11,9 @@
 //     1 MiB …   areas of buckets; `area` names the newest
 //
 // A bucket consists of a key's fingerprint (0 if empty), a place and a generation, 64 bits each.
-// The table uses open addressing with linear probing. If several owners have a key, each has a
-// bucket. During a change, a reader may miss a key, or find a place and a generation that do not
-// belong together: the former costs a hit, the latter makes the read STALE.
+// The table uses open addressing with linear probing. Each owner of a key has a bucket. During a
+// change, a reader may miss a key, which costs a hit, or find a place and a generation that do not
+// belong together, which makes the read STALE.
 #pragma once
 
 #include <array>
@@ -127,8 +127,8 @@ class ForeignReader : public ForeignTable {
     return false;
   }
   void warm(std::string_view key) const;
-  // Void all rows that the follower knows now. The follower rebuilds every owner's rows, from all
-  // chunks or only those written later, and puts the version returned here into the owner's record.
+  // Void all rows that the follower knows now. The follower rebuilds each owner's rows, from all
+  // chunks or only those written later, and puts the returned version into the owner's record.
   uint64_t ask_anew(Since since = Since::NOW);
 };
 
@@ -154,7 +154,6 @@ class ForeignWriter : public ForeignTable {
   void insert(Area into, Bucket bucket);
   void grow(size_t rows);
   Area make_area(size_t rows, uint64_t& name);
-  // Make this area the newest.
   void publish(uint64_t name);
 
   std::mutex changes_;

@@ -8,7 +8,7 @@ Holds::Advance Holds::advance(Wanted& wanted, const std::function<const char*(si
   const size_t count = wanted.taken.size();
   Advance done{range.next, looks};
   const size_t end = std::min(range.end, range.next + looks);
-  // Memory latency dominates, so a later chunk's bucket, row and slots are prefetched in turn.
+  // Memory latency dominates, so prefetch each later chunk's bucket, then its row, then its slots.
   const auto warm = [&](size_t chunk) {
     if (const size_t at = chunk + 3 * kAhead; at < end) tiers_.index.warm(key(at));
     if (const size_t at = chunk + 2 * kAhead; at < end)

@@ -2,8 +2,8 @@
 // Chunks that are kept in the CPU tier, or fetched into it, for waiting requests.
 // manager/hold_and_prefetch.py chooses the requests, and limits what each kind of request may hold.
 //
-// A hold is an additional user of the chunk's cache slot, which keeps the chunk from being evicted.
-// However many requests want a chunk, it has a single hold, until no request wants it any more.
+// A hold is an additional user of the chunk's cache slot, which prevents its eviction. All requests
+// that want a chunk share one hold.
 #pragma once
 
 #include <array>
@@ -55,7 +55,7 @@ class Holds {
   // returns the key of a chunk.
   Advance advance(Wanted& wanted, const std::function<const char*(size_t)>& key, Range range,
                   size_t looks, Reason reason, Bounds bounds);
-  // In the background, read a chunk that is only in a pool, as a measurement.
+  // Fetch a chunk that is only in a pool, as a measurement.
   void probe(const char* key);
   // Release everything that the request holds. Appends the fetches to cancel to `cancels`.
   void leave(Wanted& wanted, std::vector<Cancel>& cancels);

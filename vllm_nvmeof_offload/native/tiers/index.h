@@ -133,8 +133,8 @@ class Index {
   std::vector<Row> free_;  // rows that were used before
   Row next_ = 0;
   // Open addressing with linear probing. A bucket is a key's hash above its row + 1, or 0 if empty.
-  // The standard map and tsl::robin_map cannot prefetch memory for many keys at once, and memory
-  // latency dominates look-ups among millions of entries.
+  // Unlike a library's map, it can prefetch memory for many keys at once: memory latency dominates
+  // look-ups among millions of entries.
   HugeColumn<uint64_t> buckets_;
   size_t mask_;
   size_t size_ = 0;

@@ -43,7 +43,7 @@ bool copied(State state, Source tier) {
   return state == State::BOTH || state == State::POOLED || state == State::FETCHING;
 }
 
-// The cases that a look-up and `weigh` distinguish.
+// The cases that `Tiers::mixed` distinguishes.
 enum class Seen : uint8_t { NOWHERE, CPU, POOL, ON_ITS_WAY };
 
 Seen seen(State state) {
@@ -509,7 +509,7 @@ void Tiers::expire(uint32_t now) {
   }
 }
 
-// Admit an entry's evictable slots again, after it began or ceased to be retained.
+// Admit an entry's evictable slots again, after its retention began or ended.
 void Tiers::refile(Row row) {
   const auto again = [](Order& order, Slot slot) {
     if (!order.contains(slot)) return;
@@ -539,7 +539,7 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
   const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
   const auto row_at = [&rows](size_t at) { return at < rows.size() ? rows[at] : kNoRow; };
   for (size_t at = 0; at < rows.size(); ++at) {
-    // In a long load, what `touch` prefetched is no longer in the CPU's cache.
+    // In a long load, the memory that `touch` prefetched is no longer in the CPU's cache.
     if (const Row later = row_at(at + 2 * kAhead); later != kNoRow) index.warm(later);
     if (const Row next = row_at(at + kAhead); next != kNoRow) warm_slots(index[next]);
     const Row row = rows[at];
@@ -808,7 +808,6 @@ Slot Tiers::take_cache_slot(bool is_read, const Part& part) {
   return cache.take();
 }
 
-// Evict this slot's chunk from the CPU tier.
 void Tiers::evict_cached(Slot victim, bool is_clean) {
   if (is_clean && options_.demotes) {
     const Slot coldest = unwritten->peek();

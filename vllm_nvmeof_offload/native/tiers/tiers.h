@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Both tiers of the manager: the index, the slots, eviction, and the loops over the rows of a
-// batch. Python decides once per batch what to store, load, fetch and write; code that runs per
-// chunk is here. It does no I/O, and only the scheduler's thread calls it.
+// batch. Python decides once per batch what to store, load, fetch and write; this code runs per
+// chunk. It does no I/O, and only the scheduler's thread calls it.
 #pragma once
 
 #include <array>
@@ -35,7 +35,7 @@ struct Trust {
 // The checksums that ranks have reported so far for a store's rows.
 class Samples {
  public:
-  // The result of comparing a row's checksums after another rank's report.
+  // The result of comparing a row's reported checksums.
   enum class Seen : uint8_t { SOME, ALL_EQUAL, DIFFERENT };
 
   // Add a report. crc: of the row's payload on `rank`. ranks: the number of ranks in all sets.
@@ -69,7 +69,7 @@ inline constexpr uint32_t kUsesMin = 2;
 // The distance at which a loop over keys or rows prefetches memory.
 inline constexpr size_t kAhead = 16;
 
-// The most chunks that sessions give up in one step, so that a long one delays no step.
+// The most chunks that sessions give up in one step, so that a long session does not delay it.
 inline constexpr size_t kExpiredMax = 4096;
 
 // The number of reasons for a fetch; see `Reason` in manager/hold_and_prefetch.py.
@@ -86,7 +86,7 @@ struct Batch {
   size_t size() const { return rows.size(); }
   void reserve(size_t count, size_t key_bytes);
   void remove(size_t at, size_t key_bytes);
-  // Sort the rows. by: the sort value of each row.
+  // by: the sort value of each row.
   void sort(const std::vector<uint32_t>& by, size_t key_bytes);
 
   SmallColumn<Row> rows;       // kNoRow in a load if the chunk was evicted or is another engine's
@@ -245,26 +245,26 @@ class Tiers {
   size_t adopt(std::span<const Place> places, std::span<const uint64_t> generations,
                const char* keys);
   // Plan a store. keys: in prefix order. order: each key's position in vLLM's list, by which the
-  // batch's rows are sorted; empty if the keys are in that order already. wanted: a `Store` per
-  // key, or empty to keep all. A provisional entry stops being provisional if its key is wanted as
-  // KEPT. Generations count up from `generation`. client: as in `Sessions`.
+  // batch's rows are sorted; empty if the keys are in that order. wanted: a `Store` per key, or
+  // empty to keep all. If a key is wanted as KEPT, its provisional entry becomes KEPT. Generations
+  // count up from `generation`. client: as in `Sessions`.
   StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
                        std::span<const uint32_t> order = {}, uint32_t client = 0);
   // Plan a load. A missing chunk's row has no slot or place. land_max: bound on cache slots filled.
   // client: as in `Sessions`.
   Batch plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order = {},
                   uint32_t client = 0);
-  // Return how many of the tokens from `first` up to, but not including, `last` a load takes from
-  // the CPU tier, from our pool, and from other engines' pools. A token with chunks in several
-  // sources counts for the last of these. Evicted chunks cover none, and windows may not cover all.
+  // Return how many of the tokens in [first, last) a load takes from the CPU tier, from our pool,
+  // and from other engines' pools. A token with chunks in several of these counts for the last.
+  // Tokens that no chunk covers, because it was evicted or outside of a window, are not counted.
   std::array<int64_t, 3> tokens_by_source(const LoadRows& rows, int64_t first, int64_t last) const;
-  // Mark these keys' provisional entries as superseded. Other entries do not change.
+  // Mark these keys' provisional entries as superseded.
   void supersede(Keys keys);
   // Keep these keys' entries, and write them like any others.
   void keep(Keys keys);
   // Make these chunks the next to be evicted from the CPU tier, last key first, except chunks used
-  // by more than one request. A chunk that waits for write-through keeps its turn, and without a
-  // pool nothing changes.
+  // by more than one request. A chunk that waits for write-through keeps its turn. Without a pool,
+  // nothing changes.
   void cool(Keys keys);
   // Retain these chunks, given in prefix order, until a second, in addition to the session's
   // others. Returns false if nothing is retained. See `Sessions`.
@@ -274,7 +274,6 @@ class Tiers {
   // Plan a fetch: the read, into a cache slot, of a chunk that is only in a pool. Returns kNoRow if
   // there is no slot, or if another engine no longer has the chunk.
   Row begin_fetch(const char* key, size_t reason);
-  // Take the planned fetches, in order, to send them.
   Batch take_fetches(size_t reason) { return std::exchange(fetches_[reason], {}); }
   // Detach a fetch from its entry: later look-ups find the entry only in the pool.
   void detach(Batch& fetch, size_t at);
@@ -311,7 +310,6 @@ class Tiers {
   size_t writes_intended() const { return writes_.size(); }
   size_t fetches_intended() const;
 
-  // Return other engines' chunks, or null if nothing is shared.
   const Foreign* foreign() const { return options_.foreign; }
 
   Index index;
@@ -340,8 +338,8 @@ class Tiers {
   // Return the slot to write next. In write-through mode this is the oldest, under any policy.
   Slot next_to_write() { return options_.demotes ? unwritten->peek() : arrivals_.first(); }
   // Return whether a chunk that waits to be written may be evicted: never for a read, and for a
-  // store only if no target accepts writes. Otherwise the store is refused: a prefix that loses its
-  // middle is useless from there on.
+  // store only if no target accepts writes. Otherwise the store is refused, because a prefix that
+  // loses its middle is useless from there on.
   bool may_lose(bool is_read) const;
 
   // Return the rows of the keys, valid until the next call.
