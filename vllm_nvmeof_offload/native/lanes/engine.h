@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The I/O core: one ring per target, with completions signalled by an eventfd. It does not use
-// Python, which is left to `bindings/` and `io/engine.py`.
+// The I/O core: one ring per target, and an eventfd that signals completions. It does not use
+// Python.
 #pragma once
 
 #include <condition_variable>
@@ -17,8 +17,8 @@
 
 namespace nvmeof {
 
-// A thread that computes payload checksums ahead of writes, so that a device that has finished its
-// writes does not wait for checksums before it gets more.
+// A thread that computes payload checksums ahead of writes, so that an idle device does not wait
+// for them.
 class Checksums {
  public:
   // `completions` is also signalled when checksums can be taken. cpus: see `EngineSetup`.
@@ -31,7 +31,6 @@ class Checksums {
   void forget(uint64_t number);
   // Append the checksums computed since the last call, in the order of `add`.
   void take(std::vector<Summed>& summed);
-  // Stop the thread and drop all queued payloads.
   void stop();
 
  private:
@@ -63,7 +62,7 @@ class Engine : public NativeLanes {
 
   LaneRoom room() const override;
   void kick();
-  // Cancel an operation: see `NativeLanes::cancel_one`.
+  // See `NativeLanes::cancel_one`.
   bool cancel(uint64_t token);
   // Use these files for later operations. Earlier operations keep using the previous files, which
   // must stay open until those operations have ended.
@@ -71,12 +70,10 @@ class Engine : public NativeLanes {
   // Allow reads of another engine's region on one of our targets; see `TargetRing::attach`.
   void attach(uint16_t owner, size_t target, const ForeignSlab& files);
   void detach(uint16_t owner, size_t target);
-  // Append a record to the target's log.
   void note(size_t target, const LogRecord& record) { targets_.at(target)->note(record); }
-  // Return the completions since the last call.
   std::vector<LaneEnd> poll() { return completions_->take(); }
   int fd() const { return completions_->fd(); }
-  // The interface used by the worker's machine:
+  // -- NativeLanes
   void take(const LaneOp& op) override;
   void start() override { kick(); }
   bool cancel_one(uint64_t token) override { return cancel(token); }

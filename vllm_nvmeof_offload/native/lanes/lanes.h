@@ -68,8 +68,8 @@ struct LaneOp {
   Stamp stamp;               // a write stores it; a read requires its tag
   bool single_copy = false;  // in a write: no other rank holds the chunk
   uint32_t client = 0;       // in a write: a number for the salt of the chunk's key; 0 if unknown
-  // In a read: check only the header and return its payload CRC. The copy out of staging checks the
-  // payload. Lanes may check the payload too.
+  // In a read: check at least the header and return its payload CRC. The copy out of staging checks
+  // the payload.
   bool header_only = false;
   size_t peer = 0;       // in a peer lane: the peer that reads the slot
   int64_t until_ns = 0;  // in a peer lane: the end of this attempt, by the machine's clock
@@ -124,8 +124,8 @@ class NativeLanes {
   virtual void landed(std::vector<uint64_t>& /*tokens*/) {}
 };
 
-// -- The choice of the lane that reads a chunk: the one expected to finish first. The choice needs
-// no state or clock, so that the worker and the simulators decide alike.
+// -- The choice of the lane that reads a chunk: the one expected to finish first. It uses no state
+// or clock, so that the worker and the simulators choose alike.
 
 struct LaneEstimate {
   double end_s = 0;  // estimated time until the chunk is read, if the lane starts now
@@ -137,9 +137,9 @@ inline constexpr int kOwnLane = 0;
 
 // Return 0 for our own lane, i for peer i - 1, or -1 if the chunk should wait.
 //
-// The lane with the smallest end_s gets the chunk. On a tie our own lane gets it, to spare other
-// servers. If the chosen lane has no room, the chunk waits for it, because end_s includes its
-// queue. Only on a tie can a lane with room end even earlier; it then gets the chunk.
+// The lane with the smallest end_s gets the chunk; on a tie, our own lane, to spare other servers.
+// If the chosen lane has no room, the chunk waits for it, because end_s includes its queue. Only on
+// a tie can a lane with room end even earlier; it then gets the chunk.
 inline int choose_lane(const LaneEstimate& own, std::span<const LaneEstimate> peers) {
   constexpr double kTie = 1.05;
   const auto lane = [&](int number) -> const LaneEstimate& {
@@ -156,8 +156,8 @@ inline int choose_lane(const LaneEstimate& own, std::span<const LaneEstimate> pe
   return ready != kWait && lane(ready).end_s < lane(best).end_s ? ready : kWait;
 }
 
-// Lanes that end each operation as soon as it starts, without moving data. They are used by servers
-// without a pool, and by `bench hotpath`, which measures the cost of the machine itself.
+// Lanes that end each operation when it starts, without moving data: for servers without a pool,
+// and for `bench hotpath`.
 class InstantLanes final : public NativeLanes {
  public:
   // wake_fd: an eventfd. error: the errno with which every operation fails, or 0 for success.

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A region's log: its on-disk format, as defined in `pool/log.py` (a test compares the two
-// implementations), and its writer, which runs on the table's thread.
+// A region's log: its on-disk format, as defined in `pool/log.py` (a test compares both), and its
+// writer, which runs on the table's thread.
 #pragma once
 
 #include <isa-l/crc.h>
@@ -11,7 +11,6 @@
 
 namespace nvmeof {
 
-// Return the CRC-32C of a few bytes.
 inline uint32_t small_crc32c(const void* data, size_t bytes) {
   auto* const text = static_cast<unsigned char*>(const_cast<void*>(data));
   return ~crc32_iscsi(text, static_cast<int>(bytes), ~uint32_t{0});
@@ -44,14 +43,13 @@ struct LogHead {
   uint32_t epoch = 0;
 };
 
-// Encode a record at `at`. index: the record's index in its page.
+// index: the record's index in its page.
 void encode_record(std::byte* at, const LogRecord& record, uint64_t sequence, uint32_t index);
-// Decode a record. Returns false if it is damaged or belongs to another position.
+// Returns false if the record is damaged or belongs to another position.
 bool decode_record(const std::byte* at, uint64_t sequence, uint32_t index, LogRecord& record);
 
-// Encode the head of a page.
 void encode_head(std::byte* page, const LogHead& head);
-// Decode the head of a page. Returns false if it is damaged.
+// Returns false if the head is damaged.
 bool decode_head(const std::byte* page, LogHead& head);
 
 // The position where writing starts. pages: 0 if there is no log. next: the first page's sequence.
@@ -66,8 +64,8 @@ int copy_of_fd(int fd);
 
 class LogWriter {
  public:
-  // fd: a copy from `copy_of_fd`, because nothing waits for records to be written, and the pool may
-  // have closed its own descriptors by then.
+  // fd: a copy from `copy_of_fd`, because the pool may close its own before the records are
+  // written.
   LogWriter(LogStart start, int fd);
   ~LogWriter();
   LogWriter(const LogWriter&) = delete;

@@ -193,7 +193,6 @@ void TargetRing::start(Op& op, std::vector<Piece*>& pieces) {
   }
 }
 
-// Return whether the next waiting read may start.
 bool TargetRing::read_may_start() const {
   return !reads_.empty() &&
          (read_bytes_started_ == 0 ||
@@ -431,7 +430,8 @@ bool TargetRing::check_one() {
   return true;
 }
 
-// Check a piece, without a mutex: only this thread uses `header` and `crc`, and `op` stays alive.
+// Check a piece. This needs no mutex: only this thread uses `header` and `crc`, and `op` exists
+// until all its pieces are released.
 void TargetRing::check(const Piece& piece) {
   Op& op = *piece.op;
   const LaneOp& request = op.request;

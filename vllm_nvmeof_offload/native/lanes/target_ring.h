@@ -2,13 +2,12 @@
 // One target: the thread that drives its ring (`ring.h`), and the thread that writes its table.
 //
 // Operations start at once and in order, because the caller enforces the bounds. Only reads beyond
-// `read_bytes_started_max` wait here, so that a device that completes all earlier reads in a burst
-// gets more before the caller wakes up. An operation is split into pieces. The ring's
-// thread seals a write before its first piece. It checks each piece of a read soon after arrival,
-// when the piece may still be in the CPU cache, but only while the kernel has enough to do: after a
-// burst, nothing may delay the next pieces. A second thread writes table entries, because a
-// buffered `pwrite` may wait for a journal, which must not delay reads. After the entries, that
-// thread writes the log and syncs a table that other hosts read; no operation waits for either.
+// `read_bytes_started_max` wait here, so that after a burst of completions the device gets more
+// before the caller wakes up. An operation is split into pieces. The ring's thread seals a write
+// before its first piece. It checks each piece of a read soon after arrival, when the piece may
+// still be in the CPU cache, but gives the device more work first. A second thread writes table
+// entries, because a buffered `pwrite` may wait for a journal. After the entries, it writes the log
+// and syncs a table that other hosts read; no operation waits for either.
 #pragma once
 
 #include <sched.h>
@@ -37,8 +36,8 @@ class TableSync {
  public:
   static constexpr std::chrono::seconds kPeriod{1};
 
-  // fd: a copy from `copy_of_fd`, because nothing waits for a sync, and the pool may have closed
-  // its own descriptors by then; or -1 to never sync.
+  // fd: a copy from `copy_of_fd`, because the pool may close its own before a sync; -1 to never
+  // sync.
   explicit TableSync(int fd) : fd_(fd) {}
   ~TableSync() { close_file(); }
   TableSync(const TableSync&) = delete;
@@ -47,7 +46,6 @@ class TableSync {
   bool is_waiting() const { return waits_; }
   Clock::time_point due() const { return due_; }
 
-  // Record that an entry was written.
   void wrote() {
     if (fd_ >= 0 && !std::exchange(waits_, true)) postpone();
   }
@@ -115,7 +113,6 @@ class TargetRing {
   void submit(const LaneOp& request);
   // Wake the ring's thread to check its queues.
   void kick();
-  // Use these files for later operations.
   void replace(Target target);
   // Use these files for later reads of this engine's slots. The descriptor must stay open until
   // `detach` is called and all earlier reads have ended.
@@ -123,7 +120,6 @@ class TargetRing {
   void detach(uint16_t owner);
   // Cancel an operation. Returns false if it is unknown, or keeps running but gets no table entry.
   bool cancel(uint64_t token);
-  // Append a record to the target's log.
   void note(const LogRecord& record);
   // Cancel operations that have not started. The threads end once the kernel has returned the rest.
   void close();

@@ -106,7 +106,7 @@ class Permit {
   explicit Permit(const uint64_t* word = nullptr) : word_(word) {}
   bool open() const { return word_ == nullptr || boot_ns() < until(); }
   bool lost() const { return word_ != nullptr && until() == 0; }
-  // Return whether the region has a lease, which means that other hosts read it.
+  // Return whether the region has a lease, so that other hosts may read it.
   bool leased() const { return word_ != nullptr; }
 
  private:
@@ -201,7 +201,7 @@ class CompletionQueue {
   ~CompletionQueue() { close(fd_); }
 
   int fd() const { return fd_; }
-  // Add a completion. If `more_follow`, do not wake the caller yet, because `notify` follows soon.
+  // Add a completion. If `more_follow`, do not wake the caller, because `notify` follows soon.
   void push(LaneEnd end, bool more_follow = false) {
     end.ended_ns = now_ns();
     std::lock_guard lock(mutex_);
@@ -250,15 +250,14 @@ class CompletionQueue {
   std::vector<uint64_t> landed_;
 };
 
-// A gate for the contract tests only. An operation on a shut place starts, but is then held as if
-// the kernel hung. A server's engine has no gate.
+// A gate for the contract tests. An operation on a shut place starts, but is then held as if the
+// kernel hung.
 class StartGate {
  public:
   void shut(const std::vector<Place>& places) {
     std::lock_guard lock(mutex_);
     shut_ = {places.begin(), places.end()};
   }
-  // Record the start of an operation.
   void started(Place place) {
     std::lock_guard lock(mutex_);
     started_.push_back(place);
