@@ -19,14 +19,12 @@
 
 namespace nvmeof {
 
-// Rows are accessed in random order, and with 4 KiB pages each access would cost a page-table walk
-// on top of the memory latency. With a million entries, that is a third of the scheduler thread's
-// time per chunk.
+// Rows are accessed at random. At a million entries, the page-table walks of 4 KiB pages would take
+// a third of the scheduler thread's time per chunk.
 inline constexpr size_t kHugePage = size_t{2} << 20;
 
-// A fixed number of items, initially all zero bytes. A column of at least one huge page uses memory
-// only where it was written. This matters for parts of divided slots: most of the space reserved
-// for them is never used.
+// A fixed number of items, initially zero. A column of at least one huge page uses memory only for
+// the pages written: most of the space reserved for parts of divided slots is never used.
 template <typename T>
 class HugeColumn {
  public:
@@ -38,7 +36,7 @@ class HugeColumn {
   T* data() { return items_.get(); }
   const T* data() const { return items_.get(); }
   T& operator[](size_t at) { return items_.get()[at]; }
-  const T& at(size_t at) const {  // throws std::out_of_range if there is no such item
+  const T& at(size_t at) const {  // throws std::out_of_range
     return at < size() ? (*this)[at] : throw std::out_of_range("beyond the column's end");
   }
   const T& operator[](size_t at) const { return items_.get()[at]; }
@@ -94,9 +92,8 @@ struct Pages {
 template <typename T>
 using PageVector = std::vector<T, Pages<T>>;
 
-// A batch column: a vector of trivially copyable items that allocates only for more than kInside
-// items. A step may contain hundreds of single-chunk ops, and every column would otherwise cost an
-// allocation and a cold cache line.
+// A vector that stores up to kInside items inline. A step may contain hundreds of ops of one chunk,
+// and each of their columns would otherwise cost an allocation and a cache miss.
 template <typename T, uint32_t kInside = 1>
 class SmallColumn {
   static_assert(std::is_trivially_copyable_v<T>);
@@ -138,7 +135,7 @@ class SmallColumn {
     capacity_ = static_cast<uint32_t>(count);
   }
   void push_back(const T& item) {
-    const T kept = item;  // `item` may refer into this column
+    const T kept = item;  // `item` may be in this column
     grow(1);
     data_[size_++] = kept;
   }

@@ -30,9 +30,9 @@ class Geometry {
 
   size_t blocks_per_chunk() const { return blocks_per_chunk_; }
 
-  // Append three numbers per piece to `rows`: KV cache address, offset in the payload, and size.
-  // `firsts` receives the index of the first piece, and then the index at which each chunk's pieces
-  // end. `blocks` belong to consecutive chunks and start at position `first` of the first chunk.
+  // Append (KV cache address, offset in the payload, size) per piece to `rows`, and to `firsts` the
+  // index of each chunk's first piece and the end. `blocks` belong to consecutive chunks and start
+  // at position `first` of the first chunk.
   void pieces(std::span<const int32_t> blocks, size_t first, size_t chunks,
               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
     require(first < blocks_per_chunk_, "a position beyond the chunk");
@@ -59,10 +59,9 @@ class Geometry {
     firsts.push_back(static_cast<uint32_t>(rows.size() / 3));
   }
 
-  // Like `pieces`, but add no pieces for a chunk with missing blocks. vLLM reports only the
-  // position of the first block, and omits blocks that it has already freed. If exactly `first`
-  // blocks are missing, they precede the first block. Otherwise any chunk may lack blocks, and each
-  // block after a gap would be mistaken for an earlier one.
+  // Like `pieces`, but add no pieces for a chunk with missing blocks. vLLM omits blocks that it has
+  // freed, and reports only the position of the first block. If exactly `first` blocks are missing,
+  // they precede the first block. Otherwise any chunk may lack blocks, so no chunk gets pieces.
   void pieces_of_whole_chunks(std::span<const int32_t> blocks, size_t first, size_t chunks,
                               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
     require(blocks.size() <= chunks * blocks_per_chunk_, "more blocks than the chunks hold");
@@ -85,9 +84,9 @@ class Geometry {
   uint64_t block_count_ = uint64_t{1} << 31;
 };
 
-// The GPU blocks of a store or load. `ids` lists the blocks of all groups, group by group. For each
-// group, `sizes` gives the number of blocks, and `firsts` the first block's index in its request.
-// `groups` gives the group of each chunk, in ascending order.
+// The GPU blocks of a store or load: `ids` of all groups, group by group; per group, the number of
+// blocks (`sizes`) and the first block's index in its request (`firsts`); `groups` of the chunks,
+// ascending.
 struct JobBlocks {
   std::span<const int32_t> ids;
   std::vector<size_t> sizes, firsts;

@@ -1,13 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
-// Measures each target's rate while it has operations in flight. By Little's law, bytes per second
-// are the number of operations in flight times the bytes of each, divided by the time of each.
-// Operations still running at the end of a period thus do not count as idle time, and idle hours do
-// not count at all. With a single operation at a time, this yields latency, not bandwidth. An
-// unsaturated period therefore gives two bounds. The target can do at least what it did. If `n`
-// operations were in flight and `s` saturate the target, it can do at most about `s / n` times as
-// much. A known rate outside these bounds moves towards the nearer one; a rate between them stays.
-// In a saturated period the bounds are equal. Thus a few reads do not make a target look slow, and
-// a target that has become slow is noticed even if it is rarely used.
+// Measures each target's rate while operations are in flight. By Little's law, the rate is the
+// number of operations in flight times the bytes of each, divided by the time of each. Operations
+// that outlast a period and idle time thus do not distort it.
+//
+// An unsaturated period yields bounds instead: at least the measured rate, and at most about `s /
+// n` times as much if `n` operations were in flight and `s` saturate the target. A known rate
+// outside these bounds moves towards the nearer one. Thus a few reads do not make a target look
+// slow, and a target that has become slow is noticed even if it is rarely used.
 #pragma once
 
 #include <algorithm>
@@ -23,13 +22,12 @@ class Meter {
   explicit Meter(size_t saturating, double now_s = 0)
       : saturating_(static_cast<double>(saturating)), counted_until_s_(now_s) {}
 
-  // Record that the engine started an operation.
   void began(double now_s) {
     count(now_s);
     ++in_flight_;
   }
 
-  // Record that an operation ended; done_bytes is 0 if it failed.
+  // done_bytes: 0 if the operation failed.
   void ended(double done_bytes, double began_s, double ended_s) {
     count(ended_s);
     --in_flight_;
@@ -56,7 +54,7 @@ class Meter {
   }
 
  private:
-  // A period below both of these minimums is too short to measure, and continues.
+  // A period continues until it reaches one of these minimums.
   static constexpr double kBusySMin = 0.05;
   static constexpr size_t kEndedMin = 4;
   // The measured rate is 0 if operations are in flight for this long and none ends.

@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations and outcomes, numbered as in the columns of commands and reports; the encoding of
-// places and cache slots; the check of the rules that the code relies on, and the mutants that
-// break those rules.
+// Operations, outcomes, places and cache slots, as encoded in commands and reports; assertions of
+// the protocol's rules, and mutants that break these rules.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +36,8 @@ inline void require(bool holds, const char* rule) {
   if (!holds) throw BrokenRule(rule);
 }
 
-// The rule that is broken on purpose, to prove that the simulator detects the violation. Only the
-// test build of the module contains mutants; in other builds `mutant` is false at compile time.
+// The rule to break, to prove that the simulator detects it. Only the test build of the module has
+// mutants; in other builds `mutant` is false at compile time.
 #ifdef NVMEOF_MUTANTS
 inline std::string active_mutant;
 inline bool mutant(std::string_view name) { return active_mutant == name; }
@@ -46,8 +45,8 @@ inline bool mutant(std::string_view name) { return active_mutant == name; }
 constexpr bool mutant(const char*) { return false; }
 #endif
 
-// ---- places, as in `protocol.py`: ranks with equal bytes of a group form a set. A place or cache
-// slot with member m names the only copy in each set, which is held by rank m of the set.
+// ---- places, as in `protocol.py`. Ranks with equal bytes of a group form a set. Member m in a
+// place or cache slot means that rank m of each set has the only copy in that set.
 
 // The place of a chunk in the pool: owner (15 bits), member (8), target (8), slot (32); or -1 for
 // none. Owner 0 is this engine.

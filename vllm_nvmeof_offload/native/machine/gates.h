@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gates of the cache slots. Operations on one slot run in the order in which they were queued.
 //
-// A fill (a store's copy, or a read into the slot) excludes everything else; reads of the slot (a
-// load's copy, or a write to the pool) share it. A read states the content that it expects. If the
-// slot holds anything else, the read is STALE and does not access the slot, because a CRC of the
-// slot's bytes would certify wrong bytes. Every call appends the resulting grants, in order.
+// A fill (a store's copy, or a read into the slot) is exclusive; reads of the slot (a load's copy,
+// or a write to the pool) share it. A read states the content that it expects. If the slot holds
+// anything else, the read is STALE and does not access the slot, because a CRC of the slot's bytes
+// would certify wrong bytes. Every call appends the resulting grants, in order.
 #pragma once
 
 #include <unordered_map>
@@ -14,7 +14,7 @@
 
 namespace nvmeof {
 
-// The permission for a task to use its slot. `stale`: the slot does not hold the expected content.
+// stale: the slot does not hold the content that the task expects, so the task may not use it.
 struct Grant {
   Task* task;
   bool stale;
@@ -26,11 +26,10 @@ class SlotGates {
   explicit SlotGates(size_t slots)
       : held_(slots), given_(slots), crcs_(slots, -1), readers_(slots) {}
 
-  // Queue a task, which fills the slot if `task.fills` and reads it otherwise. A stale grant gives
-  // no access, so `read` must not follow. A read must expect the content of the last fill queued
-  // before it, because the caller queues a slot's fill before its reads.
+  // Queue a task, which fills the slot if `task.fills` and reads it otherwise. A read must expect
+  // the content of the last fill queued before it. `read` must not follow a stale grant.
   void ask(Task& task, Grants& grants);
-  // Return the tasks that are filling the slot or are queued to fill it, in order.
+  // Return the tasks that fill the slot or are queued to fill it, in order.
   std::vector<Task*> fillers(int32_t slot) const;
   // Remove a waiting task. Returns false if it is not waiting.
   bool withdraw(Task& task, Grants& grants);
@@ -42,7 +41,7 @@ class SlotGates {
   // Give up a failed fill whose buffer the kernel still holds, perhaps forever. Its readers become
   // stale at once; `filled` must still follow.
   void abandon(int32_t slot, Grants& grants);
-  // End the fill. Its task continues as a reader.
+  // End the fill, after which its task is a reader.
   void filled_and_read(int32_t slot, Grants& grants);
   // End one read and release its buffer.
   void read(int32_t slot, Grants& grants);
@@ -60,7 +59,7 @@ class SlotGates {
   void grant(int32_t slot, Gate& gate, Grants& grants);
   void count_reader(int32_t slot, int change);
 
-  // The content of each slot. An empty slot's generation and hash are 0, unlike any chunk's.
+  // The content of each slot. An empty slot's hash and generation are 0, unlike any chunk's.
   std::vector<SlotContent> held_;
   std::vector<SlotContent> given_;  // the content of the last fill queued, by slot
   std::vector<int64_t> crcs_;

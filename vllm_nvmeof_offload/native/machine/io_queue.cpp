@@ -15,13 +15,12 @@ constexpr size_t kOfPeers = 2;  // the index of peers in `deadlines_`
 
 double seconds(int64_t ns) { return static_cast<double>(ns) / 1e9; }
 
-// Return a key for an engine's region on a target.
 uint32_t regions_number(uint16_t owner, size_t target) {
   return static_cast<uint32_t>(owner) << 16 | static_cast<uint32_t>(target);
 }
 
-// Return whether a failed read of another engine's region says nothing about the target: the slot
-// was reused, or the files were removed or truncated.
+// Return whether a failed read of another engine's region says nothing about the target's health:
+// the slot was reused, or the files were removed or truncated.
 bool is_of_region(Outcome code, int error) {
   if (code != Outcome::IO_ERROR) return code != Outcome::OK;
   return error == 0 || error == EBADF || error == ENOENT || error == ESTALE;
@@ -164,8 +163,8 @@ bool IoQueue::attached(uint16_t owner, int error) {
   return true;
 }
 
-// End or continue the tasks that wait for the engine's files. Reads keep their deadlines, as
-// retries do. code, error: the outcome of the op that requested the files.
+// End or continue the tasks that wait for the engine's files. Reads keep their deadlines. code,
+// error: the outcome of the op that requested the files.
 void IoQueue::set_files(uint16_t owner, Files files, Outcome code, int error) {
   owners_[owner] = {files};
   std::vector<Task*> going;
@@ -204,7 +203,7 @@ void IoQueue::set_target(size_t target, bool usable, uint32_t attachment) {
   Target& one = targets_.at(target);
   if (one.attachment != attachment) {
     one.succeeded[0] = one.succeeded[1] = false;
-    one.stamp = named_;  // reattachment wrote the newest superblock
+    one.stamp = named_;  // the reattachment wrote the newest superblock
   }
   one.usable = usable;
   one.attachment = attachment;
@@ -325,10 +324,9 @@ LaneOp IoQueue::describe(const Task& task, uint64_t token) const {
           !is_write && task.header_only};
 }
 
-// A superblock waits for its target's earlier writes, and later writes wait for the superblock.
-// Otherwise a chunk written before the reset could pass for one written after it. A write past its
-// deadline is not awaited, because it may hang forever. Whenever it reaches the disk, the epoch of
-// its hand-over prevents its adoption.
+// Order the target's superblock between earlier and later writes. Otherwise a chunk written before
+// the reset could pass for one written after it. A write past its deadline is not awaited, because
+// it may hang forever; the epoch of its hand-over prevents its adoption.
 bool IoQueue::reset_may_start(const Target& target) const {
   if (target.resets.empty() || target.resetting) return false;
   if (mutant("reset_overtakes_writes")) return true;
@@ -386,7 +384,7 @@ void IoQueue::superblock_decided(const Flights::One& one, const LaneEnd& end) {
     unwritten.push_back({task.target, one.attachment, true, code, end.error, 0});
 }
 
-// Return the outcome if a read or write must fail untried. Superblocks are always tried.
+// Return the outcome of a read or write that must fail untried. Superblocks are always tried.
 std::optional<Outcome> IoQueue::refusal(const Task& task) const {
   if (!targets_[task.target].usable) return Outcome::DEADLINE;
   if (task.owner && files_of(task.owner) == Files::NONE) return Outcome::IO_ERROR;
@@ -402,7 +400,8 @@ void IoQueue::fail_stalled() {
 
 // ---- deadlines --------------------------------------------------------------------------
 
-// Insert a deadline in order. Each kind has one time limit, so only retries go before others.
+// Insert a deadline in order. Each kind has one time limit, so only retries precede earlier
+// entries.
 void IoQueue::watch(uint64_t token, int64_t deadline_ns, size_t kind) {
   auto& deadlines = deadlines_[kind];
   auto at = deadlines.end();

@@ -1,29 +1,27 @@
 // SPDX-License-Identifier: Apache-2.0
-// The queues in front of the lanes. They control order, bounds and the single retry, and collect
-// the data from which each target's health is judged.
+// The queues in front of the lanes, which control order, bounds and the single retry, and collect
+// the data for judging each target's health.
 //
-// A checksum that a write lacks is computed before the write's turn, so that a device that has
-// finished its earlier writes does not wait for checksums.
+// Reads precede writes. Among reads, the order is: loads, urgent fetches, reads for peers, other
+// fetches. Bounds on operations and bytes apply per target, so that a slow target cannot starve
+// others. A bound on the bytes being written is lower while the target is being read. Checksums of
+// writes are computed before their turn, so that no idle device waits for checksums.
 //
-// Reads precede writes. Among reads, those for loads go first, then urgent fetches, then reads for
-// peers, then other fetches. Each target has separate bounds on operations and bytes, so that a
-// slow target cannot take what the others need. While a target is being read, only few bytes at a
-// time are written to it.
+// An operation's time limit starts when a lane first gets it, and a retry does not extend it. At
+// the deadline, by the machine's clock, the outcome is DEADLINE, whether or not the lane responds;
+// the release may follow later. Operations for an unusable target fail at once with DEADLINE, and
+// waiting ones if the lane accepts none of their kind for that time limit.
 //
-// An operation's time limit starts at its first hand-over to a lane, and a retry does not extend
-// it. At the deadline, by the machine's clock, the outcome is DEADLINE, whether or not the lane
-// responds; the release may follow later. Operations for an unusable target fail at once with
-// DEADLINE. Waiting ones fail too if the lane accepts none of their kind for that time limit.
+// A reset has one operation per target, which writes the target's superblock. It starts once no
+// write to that target is awaited, and later writes to the target wait for its outcome; other
+// targets continue. Every read and write uses its target's stamp at the hand-over. From the start
+// of a reset until the target is known to have the new superblock, that stamp has an epoch that no
+// superblock names. The superblock is known to be there after an OK, however late, or after a
+// reattachment, which writes it.
 //
-// A reset has one operation per target, which writes the target's superblock. The operation starts
-// once no write to that target is awaited, and later writes to the target wait for its outcome;
-// other targets continue. Every read and write uses its target's stamp at the hand-over. From the
-// start of a reset, that stamp has an epoch that no superblock names, until the target is known to
-// have the new superblock: after an OK, however late, or after a reattachment, which writes it.
-//
-// A peer's lane has room for one read per credit, and accepts the reads chosen for it at once. A
-// peer has half of the time left until the read's deadline. If the peer fails, this server reads
-// the chunk; the failure counts neither as an outcome of the target nor as a retry.
+// A peer's lane has room for one read per credit. A peer has half of the time left until the read's
+// deadline. If the peer fails, this server reads the chunk; the failure counts neither as an
+// outcome of the target nor as a retry.
 #pragma once
 
 #include <algorithm>
@@ -51,7 +49,7 @@ struct IoOptions {
   size_t writes_max = 1;  // maximum writes to one target in the engine
   int64_t read_deadline_ns = 0;
   int64_t write_deadline_ns = 0;
-  size_t header_bytes = 0;          // the size of a slot's header, which precedes the payload
+  size_t header_bytes = 0;          // the size of a slot's header, before the payload
   size_t slot_bytes = 0;            // the distance from one slot to the next
   std::vector<size_t> group_bytes;  // the size of a payload, by group
   uint64_t cache_address = 0;       // the address of cache slot 0
@@ -64,7 +62,7 @@ struct IoOptions {
   size_t read_bytes_max = SIZE_MAX;
   size_t write_bytes_max = SIZE_MAX;               // an upper limit, see `TargetQueue::writes_at`
   size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads of the target wait or run
-  Stamp stamp;                                     // the stamp of every target, until a reset
+  Stamp stamp;                                     // of every target, until a reset
   double serve_share = 1;             // maximum share of a target's reads and bytes for peers
   size_t serve_bytes_max = SIZE_MAX;  // of reads for peers; half as much while loads read too
   size_t peers = 0;                   // the number of peer lanes, which follow the targets'
@@ -72,7 +70,7 @@ struct IoOptions {
 
 // The outcome of a task's operation or, if RELEASED, the release that follows an earlier outcome.
 struct IoEvent {
-  Task* task;  // after a peer's late release the task may no longer exist
+  Task* task;  // may no longer exist after a peer's late release
   Outcome code;
   int error = 0;
   bool released = true;
@@ -121,7 +119,7 @@ struct PeerLane {
   // Return whether a chunk may wait for the peer: it has room, or the end of a read will make room.
   bool is_awaited() const { return state.usable && (awaited || has_room()); }
   uint64_t queued_bytes() const { return state.queued_bytes + bytes; }
-  // Return the estimate for one more read of `more` bytes. rate: used if the peer's own is unknown.
+  // Estimate one more read of `more` bytes. rate: used if the peer's rate is unknown.
   LaneEstimate estimate(size_t more, double rate) const {
     const double known = state.bytes_per_s;
     const auto left = static_cast<double>(queued_bytes() + more);
@@ -129,9 +127,9 @@ struct PeerLane {
   }
 };
 
-// The operations in lanes, including those whose outcome is known but whose buffer the kernel still
-// holds. A token combines an index into a table, which avoids hashing and allocation, with a count,
-// which makes the token unique.
+// The operations in lanes, including those with an outcome whose buffer the kernel still holds. A
+// token combines a table index, which avoids hashing and allocation, with a count, which makes it
+// unique.
 class Flights {
  public:
   struct One {
@@ -149,7 +147,7 @@ class Flights {
   };
 
   size_t size() const { return places_.size() - free_.size(); }
-  // Add an operation and return its token, which is not 0.
+  // Add an operation and return its token, which is never 0.
   uint64_t add(One one) {
     if (free_.empty()) {
       free_.push_back(places_.size());
@@ -190,20 +188,19 @@ class IoQueue {
     uint64_t token = 0;
   };
 
-  // peer_lanes: the lanes of all peers, or null if there are no peers.
   IoQueue(const IoOptions& options, NativeLanes& lanes, NativeLanes* peer_lanes, int64_t now_ns);
 
-  // Queue a task. It goes to the front if it already has a deadline, because a peer has then used
-  // part of its time. Reads for peers have deadlines too, but are queued in order of arrival.
+  // Queue a task: at the front if it already has a deadline, because a peer has used part of its
+  // time. Reads for peers have deadlines too, but are queued in order of arrival.
   void enqueue(Task& task);
   // Move a fetch to the queue of reads for loads, and charge it to the load that waits for it. If
   // the engine already has the fetch, only its retry, if any, is promoted.
   void promote(Task& task, uint64_t load);
   // Cancel a task. Returns true if it was still queued; otherwise its completion will follow.
   bool cancel(Task& task);
-  // Make reads from this engine wait for its files, for at most a read's deadline. asked: the task
-  // of the op that requests the files, which waits too, or null. Reads from an engine for which
-  // this was never called also wait.
+  // Make reads from this engine wait for its files, for at most a read's deadline. Reads from an
+  // engine for which this was never called also wait. asked: the task of the op that requests the
+  // files, which waits too, or null.
   void await_files(uint16_t owner, Task* asked);
   // Record that the lanes have the engine's files or, if `error` is an errno, could not get them.
   // After a failure, reads fail with ENOENT until `await_files` is called. Returns false if nothing
@@ -227,11 +224,9 @@ class IoQueue {
   // Announce a reset. A target uses `unnamed` until it has the superblock, and `stamp` afterwards.
   void begin_reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
 
-  // Handle the end of an operation in a lane.
   void ended(const LaneEnd& end);
-  // Handle the ends that the lanes report. ahead_ns: the machine's clock minus CLOCK_MONOTONIC.
+  // ahead_ns: the machine's clock minus CLOCK_MONOTONIC.
   void poll_lanes(int64_t ahead_ns);
-  // Expire every operation that is past its deadline.
   void expire();
 
   // -- one round of hand-overs, called in this order
@@ -266,7 +261,7 @@ class IoQueue {
   // Return the bytes read from the target since the start.
   uint64_t bytes_read(size_t target) const { return targets_[target].read_bytes; }
   // Return the bytes ahead of a load's next read of this target: those of running reads, and a
-  // whole slot for each waiting read for a load or as an urgent fetch.
+  // whole slot per waiting load or urgent fetch.
   uint64_t bytes_before(size_t target);
   // Return the bytes of waiting reads for peers, counted as whole slots.
   uint64_t bytes_to_serve(size_t target);
@@ -274,7 +269,7 @@ class IoQueue {
   bool busy() const;
   const Stamp& stamp(size_t target) const { return targets_[target].stamp; }
   size_t waiting(Urgency urgency);
-  // Return the number of reads that targets, not peers, are handling.
+  // Return the number of reads in flight at targets, not peers.
   size_t reads_in_flight() const {
     return in_flight_.size() - writes_in_flight_ - peers_in_flight_;
   }
@@ -282,11 +277,10 @@ class IoQueue {
   size_t peers_in_flight() const { return peers_in_flight_; }
   // Return the address of the task's stream slot if it has one, or else of its cache slot.
   uint64_t address(const Task& task) const;
-  // Return the task as an operation for a lane.
   LaneOp describe(const Task& task, uint64_t token) const;
   uint64_t cache_address(const Task& task) const;
   size_t payload_bytes(const Task& task) const { return options_.group_bytes[task.group]; }
-  // Return the bytes that reading or writing the task's slot transfers, in whole pages.
+  // Return the bytes of reading or writing the task's slot, in whole pages.
   size_t transfer_bytes(const Task& task) const {
     constexpr size_t kPage = 4096;
     return options_.header_bytes + (payload_bytes(task) + kPage - 1) / kPage * kPage;
@@ -351,7 +345,7 @@ class IoQueue {
   std::vector<std::pair<double, double>> reported_;
   int64_t rates_taken_ns_;
   int64_t rates_folded_ns_ = 0;  // when `read_rate` last folded the meters
-  size_t first_ = 0;             // the target whose tasks are offered first, in turn
+  size_t first_ = 0;             // the target whose tasks are offered first in this round
   size_t room_ = 0;              // operations of the offered kind that the lane still accepts
   std::unordered_map<uint16_t, Owner> owners_;
   FairQueue awaiting_{FairQueue::Share::NONE};          // tasks that wait for an engine's files
@@ -363,7 +357,7 @@ class IoQueue {
   std::array<std::deque<std::pair<int64_t, uint64_t>>, 3> deadlines_;
   int64_t retry_deadline_ns_ = INT64_MAX;  // the earliest deadline of retries and awaited files
   uint64_t newest_reset_ = 0;              // the op of the newest reset
-  Stamp named_;                            // for targets that have the newest reset's superblock
+  Stamp named_;                            // of targets that have the newest reset's superblock
   std::vector<LaneEnd> ends_;
   std::unordered_set<Task*> summing_;  // writes whose checksums the lanes are computing
   std::vector<Summed> sums_;

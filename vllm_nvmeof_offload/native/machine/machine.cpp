@@ -143,7 +143,7 @@ void Machine::promote_fetches(const Task& load) {
 }
 
 void Machine::reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed) {
-  // No earlier write may follow the reset, wherever that write waits.
+  // No earlier write may follow the reset, wherever it waits.
   for (auto& [number, job] : jobs_) {
     if (job->kind != OpKind::WRITE) continue;
     for (Task& task : job->tasks)
@@ -352,7 +352,6 @@ void Machine::io_event(const IoEvent& event) {
   decide(task, ok ? Outcome::OK : event.code, event.error, true, event.ended_ns);
 }
 
-// Continue a load after its read has succeeded.
 void Machine::read_ended(Task& task) {
   judge_.read(task, io);
   if (is_shared_read(task)) set_->lend(task);
@@ -458,7 +457,6 @@ void Machine::mark_hung(Task& task) {
   }
 }
 
-// Release the buffer of a task whose outcome was decided earlier.
 void Machine::released_late(Task& task, bool filled) {
   task.step = Step::DONE;
   leave_slot(task, filled);
@@ -535,7 +533,6 @@ void Machine::follow(Grants& grants) {
   for (const Grant& grant : grants) follow_one(grant);
 }
 
-// Continue the task that may now use its cache slot.
 void Machine::follow_one(const Grant& grant) {
   Task& task = *grant.task;
   if (grant.stale) {
@@ -605,7 +602,7 @@ std::vector<CopyBatch> Machine::take_copies(uint64_t passed) {
   return batches;
 }
 
-// Add tasks of one job to a batch. Either all of them are proven or none.
+// Add tasks of one job, either all proven or all unproven, to a batch.
 void Machine::batch(const std::vector<Task*>& tasks, uint64_t passed,
                     std::vector<CopyBatch>& batches) {
   if (tasks.empty()) return;
@@ -727,7 +724,6 @@ bool Machine::may_go_to_peer(const Task& task) const {
          job.tasks.size() >= options_.peer_chunks_min;
 }
 
-// Choose the chunk's lane with `choose_lane`.
 int Machine::choose(const Task& task) {
   const bool own_room = streams_.target_has_room(task);
   if (!may_go_to_peer(task) || !streams_.usable_peers())
@@ -770,7 +766,6 @@ void Machine::set_peer(size_t peer, const PeerState& state) {
       std::ranges::count_if(io.peers, [](const PeerLane& one) { return one.state.usable; })));
 }
 
-// Handle the end of a peer's read, successful or not.
 void Machine::peer_event(const IoEvent& event) {
   if (streams_.release(event.peers_token)) return;  // the task continued without this read
   Task& task = *event.task;
@@ -801,7 +796,7 @@ void Machine::leave_to_peer(Task& task) {
   io.abandon(task.token);
 }
 
-// Read a chunk here, once, after its peer failed: with the original deadline and retry (rule 16).
+// Read a chunk locally after its peer failed, with the original deadline and retry (rule 16).
 void Machine::go_home(Task& task) {
   judge_.failed(task);
   task.peer = mutant("a_chunk_is_asked_of_two_peers") ? Task::kAtNoPeer : Task::kCameHome;
@@ -823,7 +818,7 @@ void Machine::go_home(Task& task) {
   }
 }
 
-// Let our own lane read the chunk into its cache slot.
+// Let this rank's own lane read the chunk into its cache slot.
 void Machine::read_here(Task& task) {
   if (task.step != Step::ZOMBIE) task.step = Step::IO;
   io.enqueue(task);
@@ -839,7 +834,7 @@ void Machine::go_to_lane(Task& task) {
   streams_.wait(task);
 }
 
-// Queue the copy, into its cache slot, of a verified chunk that a peer has read.
+// Queue the copy of a verified chunk from its stream slot into its cache slot.
 void Machine::land(Task& task) {
   if (task.step != Step::ZOMBIE) task.step = Step::LAND;
   to_land_.push_back(&task);
@@ -983,7 +978,6 @@ void Machine::name_holder(Task& task, int32_t cache, int64_t place) {
   task.holder = set_->holder(task.group, member);
 }
 
-// Start a row that another rank processes.
 void Machine::start_elsewhere(Task& task) {
   if (task.job->kind == OpKind::STORE || task.job->kind == OpKind::WRITE) {
     decide(task, Outcome::OK);

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // The worker's state machine for one rank's transfers between KV cache, staging and pool. It has no
-// thread or clock and calls no Python. It accepts commands, and `run` advances every chunk that can
-// advance. The caller then collects copies, operations, reports and finished jobs.
+// thread or clock and calls no Python. `run` advances every chunk that can advance. The caller then
+// collects copies, operations, reports and finished jobs.
 //
 // The steps of a chunk, by kind of job:
 //
@@ -13,19 +13,17 @@
 //     write   gate(read) → write → table entry
 //     fetch   gate(fill) → read
 //
-// If the copy engine computes checksums (`MachineOptions::copies_check`), a load that reads a whole
-// chunk, from any engine's region, checks only the header while reading. The copy then checks the
-// payload: the chunk is OK only if the CRC of the copied bytes matches the header. Until then, no
-// other task may use the slot: a stream slot belongs to the load anyway, and a cache slot stays
-// with the task that fills it. If the load is cancelled while others wait, the slot is read again.
+// If the copy engine computes checksums (`MachineOptions::copies_check`), the read of a whole chunk
+// for a load checks only the header. The copy then checks the payload: the chunk is OK only if the
+// CRC of the copied bytes matches the header. Until then, no other task may use the slot. If the
+// load is cancelled while others wait for its cache slot, the slot is read again.
 //
 // A load's row that names neither a slot nor a place is STALE: its chunk was evicted after the
-// look-up. A store's row without pieces is also STALE if its group has bytes: part of the chunk is
-// missing, so its slot is emptied. Chunks do not wait for each other: while some chunks of a job
-// are read, others are copied.
+// look-up. A store's row without pieces is STALE, and its slot is emptied, if its group has bytes:
+// part of the chunk is missing. The chunks of a job do not wait for each other.
 //
-// A row may name one member of a set of ranks with equal bytes (one_copy.h). That rank, the
-// holder, performs the steps above. The other ranks do the following:
+// A row may name one member of a set of ranks with equal bytes (one_copy.h). That rank, the holder,
+// performs the steps above. The other ranks do the following:
 //
 //     store, write   nothing
 //     fetch          wait for the holder's fill
@@ -34,9 +32,9 @@
 // A peer may read a load's chunk from the pool instead: each peer is one more lane (io_queue.h).
 // `choose_lane` (lanes.h) chooses the lane when the chunk gets its stream slot. If the peer fails
 // in any way, this server reads the chunk itself, within the original deadline and with the usual
-// retry. If the peer may still write into the stream slot, the chunk gets another stream slot. A
-// chunk for a cache slot is first pulled into a stream slot, and copied once it is verified. Thus
-// no late pull can write into a cache slot, and if the peer fails, the slot can be filled at once.
+// retry. It uses another stream slot if the peer may still write into the first. A chunk for a
+// cache slot is pulled into a stream slot and copied once it is verified, so that no late pull can
+// write into a cache slot.
 //
 // Conversely, this rank reads chunks for peers, from its own targets into serve slots, which follow
 // the stream slots in memory. These reads yield to the loads of this rank, appear in no report, and

@@ -51,7 +51,6 @@ uint64_t* SetMemory::fill_word(size_t member, size_t slot) const {
   return part(member) + kLineWords + slot;
 }
 
-// The announcements follow the fill words.
 uint64_t* SetMemory::announcement(size_t member, size_t at) const {
   require(at < announcements(), "an announcement is out of range");
   return part(member) + kLineWords + shape_.cache_slots + kAnnouncementWords * at;
@@ -98,8 +97,8 @@ void SetMemory::release(size_t member, size_t at, size_t reader) {
 
 namespace {
 
-// Return the name for a fill word, made from the chunk and the op that reads it. A chunk may be
-// read into the same slot twice, and the first fill's word must not be mistaken for the second's.
+// Name a fill after the chunk and the op. A chunk may be read into the same slot twice, and the
+// first fill's word must not be mistaken for the second's.
 uint64_t name_of_fill(const Task& task, uint32_t op) {
   return task.content.generation ^ op * 0x9E3779B97F4A7C15u;
 }

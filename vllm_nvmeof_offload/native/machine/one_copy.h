@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One copy of each chunk for a set of ranks with equal bytes (the key `one_copy`): the memory by
-// which the members of a set coordinate (`SetMemory`), and one rank as a member (`SetMember`).
+// One copy of each chunk for a set of ranks with equal bytes (the key `one_copy`), in the staging
+// of one of them; the other ranks copy it from there. `SetMemory` is the memory by which they
+// coordinate, and `SetMember` one rank of the set.
 #pragma once
 
 #include <atomic>
@@ -18,17 +19,13 @@
 namespace nvmeof {
 
 // ---- the memory of a set ----------------------------------------------------------------
-// Shared words by which the members of a set (ranks with equal bytes) coordinate single copies. A
-// single copy of a chunk is in one member's staging; the other members copy it from there.
-//
 // All members map this memory, which has one part per member. Only the member itself writes its
 // part, except that readers release its announcements. A part contains:
 //
 //     progress       a count of the member's steps, so that the others notice when it hangs
 //     fill words     for each cache slot, the name and the state of its last fill
 //     announcements  for each stream slot, the load's row that it holds, and a bit for each member
-//                    that has not released it. Further announcements, without a slot, name rows
-//                    whose reads failed.
+//                    that has not released it; then those of rows whose reads failed
 //
 // Each word is atomic. A writer makes its bytes visible before the word that names them (release);
 // a reader reads the word first (acquire). The memory is initially zero.
@@ -102,18 +99,16 @@ class SetMemory {
 };
 
 // ---- a member ---------------------------------------------------------------------------
-// A rank as a member of its set: the events that it awaits from the other members, and its slots
-// that the others copy from. The machine uses this only for rows that name one member.
+// A rank as a member of its set. The machine uses it only for rows that name one member.
 //
 // The member that a row names, its holder, processes the row. The others do nothing for a store or
 // write. For a read into a cache slot, they wait for the fill word of the holder's slot; for a read
-// through a stream slot, they wait for the holder's announcement. A row read through a stream slot
-// is announced once, with its slot or as failed. Each other member releases the announcement once,
-// even if it has given up the row by then.
+// through a stream slot, for the holder's announcement. Such a row is announced once, with its slot
+// or as failed. Each other member releases the announcement once, even if it has given up the row.
 //
-// A wait itself has no deadline, because the holder may have much to read first. Instead, as with a
-// lane, tasks that wait for a member fail with DEADLINE once the member has made no progress for
-// the length of a read's deadline. The holder itself fails hanging reads at their deadlines.
+// A wait has no deadline, because the holder may have much to read first; it fails hanging reads
+// itself. Instead, tasks that wait for a member fail with DEADLINE once it has made no progress for
+// the length of a read's deadline.
 
 struct SetOptions {
   void* memory = nullptr;  // null if this rank is in no set
@@ -124,7 +119,6 @@ struct SetOptions {
   std::vector<uint8_t> set_sizes;
 };
 
-// An event that concerns a task of this rank.
 struct SetEvent {
   enum class Kind : uint8_t {
     HELD,      // the holder's slot contains this row's chunk

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decides which peers get no reads for now. A peer that delayed eight loads in a row rests for
-// 10 s. A peer is faulty if eight of its reads in a row failed, or if its session was lost or
-// stalled three times in 10 s; it then rests for 30 s. If the peer is faulty again before it has
-// worked for longer than that rest, the next rest is twice as long, up to 10 minutes.
+// Decides which peers get no reads for now. A peer that delayed eight loads in a row rests for 10
+// s. A peer is faulty if eight of its reads in a row failed, or if its session was lost or stalled
+// three times in 10 s; it then rests for 30 s. If it is faulty again before it has worked for
+// longer than its last such rest, the next one is twice as long, up to 10 minutes.
 //
-// A load is judged after its end, not by the estimate at its start, because new loads may delay it,
-// which is no peer's fault. A peer is late if its chunk arrived last, and our targets alone could
-// have finished the load earlier, by reading the peers' chunks after their own. The targets' other
-// reads count too: while a target is busy, no peer is late. A chunk that a peer failed to read
-// still counts as the peer's, although this server then read it.
+// A load is judged after its end, not by the estimate at its start, because new loads may delay it.
+// A peer is late if its chunk arrived last, and our targets alone could have finished the load
+// earlier, by reading the peers' chunks after their own. Other reads of the targets count too:
+// while a target is busy, no peer is late. A chunk that this server read because a peer failed
+// counts as the peer's.
 #pragma once
 
 #include <algorithm>
@@ -116,7 +116,7 @@ class PeerJudge {
   };
   // A load's progress on one of our targets: what the target has read, and what peers read for it.
   struct Target {
-    int64_t own_ns;      // its last read of a chunk that no peer had; at first, when a peer got one
+    int64_t own_ns;  // its last own read for the load; initially, when a peer got the first chunk
     uint64_t own_bytes;  // all bytes that it had read by then, for any purpose
     uint64_t peers_bytes = 0;
     bool is_helped = false;
@@ -141,7 +141,7 @@ class PeerJudge {
     rest(peer, now_ns, peer.fault_rest_ns);
   }
 
-  // Reads lost with the session (ENOTCONN) count in `lost`; EBADF: the region is not open yet.
+  // Exclude ENOTCONN, which `lost` counts, and EBADF: the region is not open yet.
   static bool brought_nothing(Outcome code, int error) {
     if (code == Outcome::IO_ERROR) return error != ENOTCONN && error != EBADF;
     return code == Outcome::STALE || code == Outcome::CHECKSUM_MISMATCH;

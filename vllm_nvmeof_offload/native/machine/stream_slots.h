@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // A fixed number of slots through which loads of any size pass.
 //
-// Each target, and each usable peer, may hold at most its share of the slots, so that a hanging
-// target or peer cannot take the slots of the others. Jobs divide a target's share fairly. A task
-// that waits for a slot of its target may get one from a peer's share instead. Tasks that a peer
-// failed to read precede all others. If a peer may read a chunk into a cache slot, the chunk also
-// waits here, for a stream slot or until its target has room for one more chunk. Its lane is thus
-// chosen as late as that of other chunks.
+// Each target and each usable peer may hold at most its share of the slots, so that a hanging one
+// cannot take the slots of the others. Jobs divide a target's share fairly. A task that waits for
+// its target may instead get a slot from a peer's share. Tasks that a peer failed to read precede
+// all others. If a peer may read a chunk into a cache slot, the chunk also waits here, for a stream
+// slot or until its target has room for one more chunk, so that its lane is chosen as late as
+// possible.
 #pragma once
 
 #include <deque>

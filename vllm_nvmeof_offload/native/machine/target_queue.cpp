@@ -8,7 +8,7 @@
 namespace nvmeof {
 namespace {
 
-// Per target, the engine holds writes for at most this time, or these bytes if that is more.
+// The engine holds writes to a target for this long, or these bytes if that is more.
 constexpr double kWriteAheadS = 0.0125;
 constexpr size_t kWriteAheadBytes = size_t{32} << 20;
 // If a load has read from a target within this time, another load is expected soon.
@@ -43,10 +43,11 @@ void TargetQueue::writes_at(double rate) {
   write_bytes_max_ = std::min(options_.write_bytes_max, std::max(kWriteAheadBytes, ahead));
 }
 
-// Return whether one more read for a peer may start; the first may. The bounds apply even while no
-// load waits here, so that the next load finds free places and few bytes ahead of it in the
-// device's queue, which ignores urgency. Even few bytes delay a short load, so the bound is halved
-// if loads are expected here. Otherwise, half the bound would leave the target idle between reads.
+// Return whether one more read for a peer may start; the first always may. The bounds apply even
+// while no load waits, so that the next load finds free places and few bytes ahead of it in the
+// device's queue, which ignores urgency. The bound is halved where loads are expected, because even
+// few bytes delay a short load; elsewhere, half the bound would leave the target idle between
+// reads.
 bool TargetQueue::has_serve_room(size_t bytes, int64_t now_ns) const {
   if (!held(Urgency::SERVE) || mutant("serves_take_every_place")) return true;
   const size_t bytes_max = options_.serve_bytes_max / (has_loaded(now_ns) ? 2 : 1);
@@ -58,7 +59,6 @@ bool TargetQueue::has_serve_room(size_t bytes, int64_t now_ns) const {
          fits(bytes_held(Urgency::SERVE) + bytes, options_.read_bytes_max);
 }
 
-// Return whether loads read here now or in the last kLoadsAgainNs.
 bool TargetQueue::has_loaded(int64_t now_ns) const {
   if (mutant("serves_forget_that_loads_read")) return false;
   return held(Urgency::DEMAND) || (loaded_ns_ && now_ns - *loaded_ns_ < kLoadsAgainNs);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// The queues in front of one target: their order by urgency, and the bounds on operations and bytes
-// of loads, fetches, reads for peers, and writes. `io_queue.h` has the queues of all targets.
+// The queues in front of one target: their order by urgency, and the bounds on operations and
+// bytes. `io_queue.h` has the queues of all targets.
 #pragma once
 
 #include <array>
@@ -15,8 +15,8 @@ namespace nvmeof {
 
 struct IoOptions;
 
-// The tasks for one target. A task holds a place from its hand-over to its outcome, or until its
-// lane reports that the device has completed it.
+// A task holds a place from its hand-over to its outcome, or until its lane reports that the device
+// has completed it.
 class TargetQueue {
  public:
   explicit TargetQueue(const IoOptions& options) : options_(options) { writes_at(0); }
@@ -26,7 +26,6 @@ class TargetQueue {
   // of the places and bytes for reads, and reads for peers at most `serve_share` of them, so that a
   // load always finds places.
   bool has_room(Urgency urgency, size_t bytes, int64_t now_ns) const;
-  // `take` gives the next task of this urgency a place; `give_back` takes it back at the outcome.
   void take(Urgency urgency, size_t bytes, int64_t now_ns);
   void give_back(Task& task, Urgency urgency, size_t bytes, int64_t now_ns);
   size_t waiting(bool is_write) const;

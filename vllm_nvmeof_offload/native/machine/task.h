@@ -15,7 +15,6 @@
 
 namespace nvmeof {
 
-// The step that a task has reached.
 enum class Step : uint8_t {
   GATE,    // waits for its turn at its cache slot
   STREAM,  // waits for a stream slot
@@ -30,8 +29,8 @@ enum class Step : uint8_t {
 struct Job;
 class FairQueue;
 
-// The content of a slot, which gates compare. A hash of the key suffices, because only chunks of
-// this server are compared, and different chunks also have different generations.
+// The content of a slot, as gates compare it. A hash of the key suffices, because different chunks
+// of this server also have different generations.
 struct SlotContent {
   uint64_t key_hash = 0;
   uint64_t generation = 0;
@@ -44,13 +43,14 @@ struct Task {
   int32_t stream = -1;  // the stream slot, -1 if none, or kLands
   SlotContent content;
   int32_t cache = -1;  // the cache slot, or -1 if the task goes through a stream slot
-  // For a row that another member of the set processes: with a cache slot, the task's index among
-  // the tasks that wait for that member's fills; otherwise, the announcement of the slot to copy.
+  // For a row that another rank of the set processes: with a cache slot, the task's index among
+  // those that wait for that rank's fills; otherwise, the index of the announcement of the slot to
+  // copy.
   int32_t at_holder = -1;
   Place place = kNoPlace;  // the place on `target`, or `kNoPlace` if there is no I/O
   uint8_t target = 0;
   uint8_t group = 0;
-  // The member of the set that processes the row, or `kEveryMember` if each rank has its own part.
+  // The rank that processes the row, or `kEveryMember` if each rank has its own part.
   uint8_t holder = kEveryMember;
   Step step = Step::GATE;
   Urgency urgency = Urgency::DEMAND;
@@ -64,7 +64,7 @@ struct Task {
   bool fills = false;            // the gate of `cache` counts this task as the filler
   bool reads = false;            // the gate of `cache` counts this task as a reader
   uint8_t retries_left = 1;
-  uint8_t peer = 0;    // 1 + the number of the peer that reads it, or kAtNoPeer or kCameHome
+  uint8_t peer = 0;    // kAtNoPeer, kCameHome, or 1 + the number of the peer that reads it
   uint16_t owner = 0;  // the engine that the place belongs to, or 0 for ours
   // The payload's CRC, computed by the fill of the cache slot or read from the header; else -1.
   int64_t payload_crc = -1;
@@ -129,14 +129,15 @@ inline std::string_view Task::key() const {
   return std::string_view(job->keys).substr(index * job->key_bytes, job->key_bytes);
 }
 
-// Shares a limited number of places fairly among jobs with many waiting tasks.
+// Shares a limited number of places fairly among jobs.
 //
 // The job with the fewest places goes first; among equals, the job whose first task has waited
-// longest. Within a job, tasks keep their order. Only the first task of each job is examined, so
-// that one job of ten thousand tasks costs no more than ten thousand jobs of one task.
+// longest. Within a job, tasks keep their order. Only each job's first task is examined, so that
+// one job of ten thousand tasks costs no more than ten thousand jobs of one task.
 class FairQueue {
  public:
-  // Selects the job that a task is charged to, which is fixed while the task waits or has a place.
+  // The job to which a task's place is charged. It must not change while the task waits or has a
+  // place.
   enum class Share : uint8_t { NONE, JOB, CHARGED };  // NONE: first in, first out
 
   explicit FairQueue(Share share) : share_(share) {}
