@@ -155,7 +155,6 @@ class LookUps {
     return answers_[static_cast<size_t>(source)].inc_ref().ptr();
   }
 
-  // Take the counts of look-ups, by source.
   std::vector<uint64_t> take_counts() {
     const auto counts = std::exchange(counts_, {});
     return {counts.begin(), counts.end()};

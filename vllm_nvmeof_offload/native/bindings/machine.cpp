@@ -374,7 +374,6 @@ void ended(Machine& machine, const std::vector<PythonEnd>& ends) {
   for (const PythonEnd& end : ends) machine.io.ended(lane_end(end));
 }
 
-// Return the next deadline in seconds, or infinity if there is none.
 double next_deadline(Machine& machine) {
   const int64_t next_ns = machine.next_deadline_ns();
   return next_ns == INT64_MAX ? INFINITY : static_cast<double>(next_ns) / 1e9;

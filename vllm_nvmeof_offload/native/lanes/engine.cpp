@@ -34,8 +34,6 @@ std::vector<std::unique_ptr<Ring>> make_rings(const EngineSetup& setup) {
 
 }  // namespace
 
-// ---- checksums ahead of writes -----------------------------------------------------------
-
 Checksums::Checksums(std::shared_ptr<CompletionQueue> completions, std::vector<int> cpus)
     : completions_(std::move(completions)), cpus_(std::move(cpus)), thread_([this] { run(); }) {}
 
@@ -87,8 +85,6 @@ void Checksums::run() {
     if (made_.size() % kTogether == 0 || waiting_.empty()) completions_->wake();
   }
 }
-
-// ---- the engine -------------------------------------------------------------------------
 
 Engine::Engine(const EngineSetup& setup)
     : operations_max_(setup.operations_max),

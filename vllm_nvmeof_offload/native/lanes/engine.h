@@ -62,10 +62,9 @@ class Engine : public NativeLanes {
 
   LaneRoom room() const override;
   void kick();
-  // See `NativeLanes::cancel_one`.
   bool cancel(uint64_t token);
-  // Use these files for later operations. Earlier operations keep using the previous files, which
-  // must stay open until those operations have ended.
+  // Use these files for later operations. The previous ones must stay open until earlier operations
+  // end.
   void replace_target(size_t index, Target target);
   // Allow reads of another engine's region on one of our targets; see `TargetRing::attach`.
   void attach(uint16_t owner, size_t target, const ForeignSlab& files);
@@ -82,8 +81,8 @@ class Engine : public NativeLanes {
   void summed(std::vector<Summed>& sums) override { checksums_.take(sums); }
   void ended(std::vector<LaneEnd>& ends) override { ends = poll(); }
   void landed(std::vector<uint64_t>& tokens) override { tokens = completions_->take_landed(); }
-  // Cancel operations that have not started and wait for the others. Returns false if the kernel
-  // still has some after `timeout`: threads, descriptors and memory must then be kept.
+  // Cancel operations that have not started and wait for the others. Returns false after `timeout`:
+  // threads, descriptors and memory must then be kept.
   bool close(std::chrono::nanoseconds timeout);
 
  private:

@@ -86,17 +86,15 @@ struct LaneEnd {
   int64_t ended_ns = 0;  // CLOCK_MONOTONIC, or 0 if unknown
   // The CRC that the payload must have, after a successful header-only read; else -1.
   int64_t payload_crc = kNoCrc;
-  // False if the operation failed but its buffer may still be written. A second end then reports
-  // only that the buffer is free. Only peer lanes do this.
+  // False if the operation failed but its buffer may still be written (only in peer lanes). A
+  // second end then reports only that the buffer is free.
   bool released = true;
 };
 
-// The number of operations of each kind that a lane can accept now.
 struct LaneRoom {
   size_t reads = 0, writes = 0;
 };
 
-// A checksum requested by `NativeLanes::sum`.
 struct Summed {
   uint64_t number = 0;
   uint32_t crc = 0;
@@ -113,7 +111,6 @@ class NativeLanes {
   virtual LaneRoom room() const = 0;
   // Accept an operation, which keeps using the target's current files. The caller respects `room`.
   virtual void take(const LaneOp& op) = 0;
-  // Start the accepted operations, in order.
   virtual void start() = 0;
   // Cancel an operation. Returns true if it had not started, so that no end follows. Otherwise it
   // keeps running and its end will be ignored; a write then gets no table entry.
@@ -135,11 +132,10 @@ struct LaneEstimate {
 inline constexpr int kWait = -1;
 inline constexpr int kOwnLane = 0;
 
-// Return 0 for our own lane, i for peer i - 1, or -1 if the chunk should wait.
-//
-// The lane with the smallest end_s gets the chunk; on a tie, our own lane, to spare other servers.
-// If the chosen lane has no room, the chunk waits for it, because end_s includes its queue. Only on
-// a tie can a lane with room end even earlier; it then gets the chunk.
+// Return 0 for our own lane, i for peer i - 1, or -1 if the chunk should wait. The lane with the
+// smallest end_s gets the chunk; on a tie, our own lane, to spare other servers. If that lane has
+// no room, the chunk waits for it, because end_s includes its queue. Only on a tie can another lane
+// with room end earlier; that lane then gets the chunk.
 inline int choose_lane(const LaneEstimate& own, std::span<const LaneEstimate> peers) {
   constexpr double kTie = 1.05;
   const auto lane = [&](int number) -> const LaneEstimate& {

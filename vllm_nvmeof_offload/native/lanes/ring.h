@@ -54,7 +54,6 @@ struct RingError : std::system_error {
   const char* step;
 };
 
-// An io_uring with registered files and buffers.
 class Uring final : public Ring {
  public:
   // share_with: the descriptor of a ring, not enabled yet, whose registered memory this ring
@@ -65,8 +64,7 @@ class Uring final : public Ring {
 
   int fd() const { return ring_.ring_fd; }
   void enable() override;
-  // Register this slab instead of the previous one, which the kernel releases once unused. Any slab
-  // can be read and written, but the registered one is the cheapest.
+  // Register this slab, the cheapest to read and write, instead of the previous one.
   void use(int slab_fd) override;
   void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
                void* tag) override;
@@ -90,15 +88,14 @@ class Uring final : public Ring {
   uint64_t wake_buffer_ = 0;
 };
 
-// A ring for processes that may not use io_uring: `pread` and `pwrite` on a few threads. An
-// abandoned call that hangs counts as lost, and a spare thread takes over, so that other calls are
-// not blocked. All threads start at construction, because the process might later be at its thread
-// limit.
+// A ring for processes that may not use io_uring: `pread` and `pwrite` on a few threads. If an
+// abandoned call hangs, a spare thread takes over. All threads start at construction, because the
+// process might later be at its thread limit.
 class ThreadRing final : public Ring {
  public:
-  // threads: the maximum number of concurrent calls, at least 2. One of them is reserved for reads,
-  // and one write may always run. cpus: see `EngineSetup`. Throws std::system_error if no thread or
-  // descriptor can be created.
+  // threads: the maximum number of concurrent calls, at least 2, of which one is reserved for
+  // reads. cpus: see `EngineSetup`. Throws std::system_error if no thread or descriptor can be
+  // created.
   ThreadRing(size_t threads, const std::vector<int>& cpus);
   // No call may be running.
   ~ThreadRing() override;

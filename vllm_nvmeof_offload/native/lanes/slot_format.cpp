@@ -164,8 +164,8 @@ void end_stream() {
 }
 
 // The processor prefetches only within a 4 KiB page, so the checksum of uncached bytes would wait
-// for memory at the start of each page. How much of a later page should be prefetched, and into
-// which cache level, depends on the processor; the best choice is up to twice as fast.
+// for memory at each page. The best distance and cache level for prefetching depend on the
+// processor, and are up to twice as fast as others.
 constexpr size_t kCrcStepBytes = 4 << 10;
 constexpr size_t kCrcAheadBytes = 8 << 10;
 constexpr size_t kLineBytes = 64;

@@ -210,9 +210,9 @@ bool TargetRing::await_permit(std::unique_lock<std::mutex>& lock, const Op& op) 
   return op.wanted && permit_.open();
 }
 
-// Start waiting operations; return whether more can start at once. Without a permit, writes stay in
-// the queue, where the machine can cancel them. Writes that need a checksum are started one at a
-// time, so that new reads do not wait for a series of checksums.
+// Start waiting operations; return whether more can start at once. Without a permit, writes stay
+// queued, so that the machine can cancel them. Writes without a checksum start one at a time, so
+// that new reads do not wait for many checksums.
 bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   for (; read_may_start(); reads_.pop_front()) start(*reads_.front(), pieces);
   if (permit_.lost())
@@ -239,7 +239,6 @@ void TargetRing::finish(Op& op, Outcome code, int error) {
   }
 }
 
-// Return whether the piece must be issued again.
 bool TargetRing::goes_on(Piece* piece, int result) {
   Op& op = *piece->op;
   if (op.failed || !op.wanted) return false;
@@ -279,7 +278,7 @@ void TargetRing::land(Piece* piece, int result) {
 }
 
 // Report a burst at once, because the device would otherwise be idle until all of it was checked.
-// After only a few operations the caller is not woken, because their completions follow soon.
+// The completions of fewer operations follow soon, so the caller is not woken for them.
 void TargetRing::report_landed() {
   std::lock_guard lock(mutex_);
   if (landed_.size() >= kBurst) completions_->landed(landed_);
@@ -554,7 +553,6 @@ void TargetRing::enter_front(std::unique_lock<std::mutex>& lock) {
   lock.lock();
 }
 
-// Write a table entry. Returns an errno, or 0.
 int TargetRing::write_entry(int table_fd, const SlotPlace& place, const LaneOp& request) {
   if (const int error = table_sync_.take_error()) return error;
   const auto entry = encode_entry(place, request.identity, request.stamp.epoch);

@@ -3,11 +3,11 @@
 //
 // Operations start at once and in order, because the caller enforces the bounds. Only reads beyond
 // `read_bytes_started_max` wait here, so that after a burst of completions the device gets more
-// before the caller wakes up. An operation is split into pieces. The ring's thread seals a write
-// before its first piece. It checks each piece of a read soon after arrival, when the piece may
-// still be in the CPU cache, but gives the device more work first. A second thread writes table
-// entries, because a buffered `pwrite` may wait for a journal. After the entries, it writes the log
-// and syncs a table that other hosts read; no operation waits for either.
+// before the caller wakes up. The ring's thread seals a write before its first piece. It checks
+// each piece of a read soon after arrival, while the piece may be in the CPU cache, but gives the
+// device more work first. A second thread writes table entries, because a buffered `pwrite` may
+// wait for a journal, then the log, and syncs a table that other hosts read; no operation waits for
+// the last two.
 #pragma once
 
 #include <sched.h>
@@ -29,15 +29,14 @@
 
 namespace nvmeof {
 
-// Syncs a table to the device for readers on other hosts: a 64-byte entry may otherwise stay in
-// this kernel's page cache for any length of time. Calls fdatasync at most once a second, and only
-// after writes. Until then, readers find the entries in the log, which bypasses the page cache.
+// Syncs a table to the device for readers on other hosts, at most once a second and only after
+// writes: a 64-byte entry may otherwise stay in this kernel's page cache. Until then, readers find
+// the entries in the log, which bypasses the page cache.
 class TableSync {
  public:
   static constexpr std::chrono::seconds kPeriod{1};
 
-  // fd: a copy from `copy_of_fd`, because the pool may close its own before a sync; -1 to never
-  // sync.
+  // fd: from `copy_of_fd`, because the pool may close its own before a sync; -1 to never sync.
   explicit TableSync(int fd) : fd_(fd) {}
   ~TableSync() { close_file(); }
   TableSync(const TableSync&) = delete;
@@ -59,8 +58,8 @@ class TableSync {
       postpone();
     }
   }
-  // Return the errno of a sync that failed since the last call, or 0. The writes of the affected
-  // entries have already ended, so the next write fails instead.
+  // Return the errno of a sync that failed since the last call, or 0. The next write fails with it,
+  // because the writes of the affected entries have already ended.
   int take_error() { return std::exchange(error_, 0); }
   // Continue in another file (from `copy_of_fd`).
   void replace(int fd) {
@@ -111,7 +110,6 @@ class TargetRing {
                                            std::unique_ptr<Ring> ring);
 
   void submit(const LaneOp& request);
-  // Wake the ring's thread to check its queues.
   void kick();
   void replace(Target target);
   // Use these files for later reads of this engine's slots. The descriptor must stay open until

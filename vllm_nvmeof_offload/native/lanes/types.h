@@ -92,14 +92,13 @@ struct Target {
   int log_fd = -1;
 };
 
-// The slab of another engine's region on one of our targets.
 struct ForeignSlab {
   int fd = -1;  // as in `Target`
   Region region;
 };
 
 // The write permit of a region with a lease: the time, by `boot_ns`, until which writes may start.
-// The lease's keeper advances this time in shared memory, and sets it to 0 if the lease is lost.
+// The lease's keeper advances it in shared memory, or sets it to 0 if the lease is lost.
 class Permit {
  public:
   // word: null if the region has no lease and may be written at any time.
@@ -135,8 +134,8 @@ std::span<const CrcVariant> crc_variants();
 // bytes, of which at most 16 MiB are read, in 1 to 2 ms.
 const char* choose_crc(std::span<const std::byte> memory);
 
-// Return the share that part of a message has in the message's CRC, which is the XOR of all shares,
-// in any order. crc: the part's own CRC. bytes_after: the bytes of the message after the part.
+// Return a part's share in a message's CRC, which is the XOR of all shares. crc: the part's own
+// CRC. bytes_after: the bytes of the message after the part.
 uint32_t crc_share(uint32_t crc, size_t bytes_after);
 
 // Return the CRC of a message from its parts, in order. words: 32 words per part, whose XOR is the
@@ -156,7 +155,6 @@ void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint3
 
 using Tag = std::array<uint8_t, kTagBytes>;
 
-// The contents of an intact header page.
 struct SlotHeader {
   Identity identity;
   SlotPlace place;
@@ -167,9 +165,8 @@ struct SlotHeader {
 // Return the header, or nothing if the page is not an intact header of this format.
 std::optional<SlotHeader> parse_header(const std::byte* slot);
 
-// The result of checking a header. `code` is OK, STALE (the header is intact but its identity,
-// length, place or tag differs) or CHECKSUM_MISMATCH. If `code` is OK, `payload_crc` is the
-// expected CRC of the payload.
+// The result of checking a header. code: OK, STALE (an intact header with another identity, length,
+// place or tag) or CHECKSUM_MISMATCH. payload_crc: of the payload, if `code` is OK.
 struct HeaderProof {
   Outcome code = Outcome::CHECKSUM_MISMATCH;
   uint32_t payload_crc = 0;
@@ -178,7 +175,7 @@ HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t
                          const SlotPlace& place, const Tag& tag);
 
 // Check a whole slot. Returns the code of its header, or CHECKSUM_MISMATCH if the payload is wrong
-// or would extend beyond the slot's `bytes`, which must include at least a header.
+// or extends beyond the slot's `bytes`, which must include a header.
 Outcome verify(const std::byte* slot, size_t bytes, const Identity& identity, size_t payload_bytes,
                const SlotPlace& place, const Tag& tag);
 
@@ -188,7 +185,6 @@ inline constexpr size_t kClientAt = kKeyBytesMax - sizeof(uint32_t);
 std::array<std::byte, kEntryBytes> encode_entry(const SlotPlace& place, const Identity& identity,
                                                 uint32_t epoch);
 
-// Return the log record of the same table entry.
 LogRecord put_record(uint32_t slot, const Identity& identity, uint32_t epoch, bool single_copy);
 
 // Return the expected CRC of a slot's table entry `entry` (64 bytes).
@@ -214,7 +210,6 @@ class CompletionQueue {
     if (signalled_ || waiting_.empty()) return;
     if (!more_follow || now_ns() - waiting_.front().ended_ns >= kQuietNsMax) wake_once();
   }
-  // Wake the caller for something other than completions.
   void wake() { eventfd_write(fd_, 1); }
   // Report operations that the device has completed; their completions follow later.
   void landed(const std::vector<uint64_t>& tokens) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // The gates of the cache slots. Operations on one slot run in the order in which they were queued.
-//
 // A fill (a store's copy, or a read into the slot) is exclusive; reads of the slot (a load's copy,
 // or a write to the pool) share it. A read states the content that it expects. If the slot holds
 // anything else, the read is STALE and does not access the slot, because a CRC of the slot's bytes
@@ -29,7 +28,6 @@ class SlotGates {
   // Queue a task, which fills the slot if `task.fills` and reads it otherwise. A read must expect
   // the content of the last fill queued before it. `read` must not follow a stale grant.
   void ask(Task& task, Grants& grants);
-  // Return the tasks that fill the slot or are queued to fill it, in order.
   std::vector<Task*> fillers(int32_t slot) const;
   // Remove a waiting task. Returns false if it is not waiting.
   bool withdraw(Task& task, Grants& grants);
@@ -38,12 +36,10 @@ class SlotGates {
   // End the fill and release its buffer. A failed fill leaves the slot empty. crc: the payload's
   // CRC if the fill computed it, or -1. Later readers get it as `Task::payload_crc`.
   void filled(int32_t slot, bool ok, Grants& grants, int64_t crc = -1);
-  // Give up a failed fill whose buffer the kernel still holds, perhaps forever. Its readers become
-  // stale at once; `filled` must still follow.
+  // Give up a failed fill that the kernel holds. Its readers become stale; `filled` must follow.
   void abandon(int32_t slot, Grants& grants);
   // End the fill, after which its task is a reader.
   void filled_and_read(int32_t slot, Grants& grants);
-  // End one read and release its buffer.
   void read(int32_t slot, Grants& grants);
   bool idle() const { return gates_.empty() && readers_in_all_ == 0; }
 

@@ -19,8 +19,8 @@ uint32_t regions_number(uint16_t owner, size_t target) {
   return static_cast<uint32_t>(owner) << 16 | static_cast<uint32_t>(target);
 }
 
-// Return whether a failed read of another engine's region says nothing about the target's health:
-// the slot was reused, or the files were removed or truncated.
+// Return whether a failed read of another engine's region is no fault of the target: the slot was
+// reused, or the files were removed or truncated.
 bool is_of_region(Outcome code, int error) {
   if (code != Outcome::IO_ERROR) return code != Outcome::OK;
   return error == 0 || error == EBADF || error == ENOENT || error == ESTALE;
@@ -31,8 +31,6 @@ bool differs(double reported, double now) {
 }
 
 }  // namespace
-
-// ---- from the pipeline ------------------------------------------------------------------
 
 IoQueue::IoQueue(const IoOptions& options, NativeLanes& lanes, NativeLanes* peer_lanes,
                  int64_t now_ns)
@@ -163,8 +161,8 @@ bool IoQueue::attached(uint16_t owner, int error) {
   return true;
 }
 
-// End or continue the tasks that wait for the engine's files. Reads keep their deadlines. code,
-// error: the outcome of the op that requested the files.
+// End or continue the tasks that wait for the engine's files. code, error: the outcome of the op
+// that requested the files.
 void IoQueue::set_files(uint16_t owner, Files files, Outcome code, int error) {
   owners_[owner] = {files};
   std::vector<Task*> going;
@@ -240,8 +238,6 @@ size_t IoQueue::waiting(Urgency urgency) {
   for (auto& queue : queues_) count += queue.queue(urgency).size();
   return count;
 }
-
-// ---- towards the engine -----------------------------------------------------------------
 
 void IoQueue::offer_reads() {
   first_ = (first_ + 1) % targets_.size();
@@ -324,9 +320,9 @@ LaneOp IoQueue::describe(const Task& task, uint64_t token) const {
           !is_write && task.header_only};
 }
 
-// Order the target's superblock between earlier and later writes. Otherwise a chunk written before
-// the reset could pass for one written after it. A write past its deadline is not awaited, because
-// it may hang forever; the epoch of its hand-over prevents its adoption.
+// Order the superblock between earlier and later writes, whose chunks could otherwise pass for each
+// other's. A write past its deadline is not awaited, because it may hang; its epoch prevents
+// adoption.
 bool IoQueue::reset_may_start(const Target& target) const {
   if (target.resets.empty() || target.resetting) return false;
   if (mutant("reset_overtakes_writes")) return true;
@@ -398,10 +394,7 @@ void IoQueue::fail_stalled() {
         events.push_back({task, Outcome::DEADLINE});
 }
 
-// ---- deadlines --------------------------------------------------------------------------
-
-// Insert a deadline in order. Each kind has one time limit, so only retries precede earlier
-// entries.
+// Insert a deadline in order. Only retries precede earlier entries: each kind has one time limit.
 void IoQueue::watch(uint64_t token, int64_t deadline_ns, size_t kind) {
   auto& deadlines = deadlines_[kind];
   auto at = deadlines.end();
@@ -458,7 +451,6 @@ void IoQueue::give_up(uint64_t token) {
   unreleased(*found, end);
 }
 
-// Report the outcome of an operation that may still use its buffer.
 void IoQueue::unreleased(Flights::One& found, const LaneEnd& end) {
   if (found.late) return;
   const Flights::One one = found;
@@ -486,8 +478,6 @@ int64_t IoQueue::next_deadline_ns() {
       next_ns = std::min(next_ns, queue.stalls_at_ns(patience_ns(is_write), is_write));
   return next_ns;
 }
-
-// ---- from the engine --------------------------------------------------------------------
 
 void IoQueue::poll_lanes(int64_t ahead_ns) {
   queue_summed();
@@ -588,7 +578,6 @@ HealthCounts& IoQueue::health_of(size_t target, uint32_t attachment) {
   return health_counts.back();
 }
 
-// Requeue a read or superblock if that may help. Return whether it was requeued.
 bool IoQueue::retries(const Flights::One& one, const LaneEnd& end) {
   Task& task = *one.task;
   const size_t number = static_cast<size_t>(std::max(0, end.error));

@@ -3,25 +3,22 @@
 // the data for judging each target's health.
 //
 // Reads precede writes. Among reads, the order is: loads, urgent fetches, reads for peers, other
-// fetches. Bounds on operations and bytes apply per target, so that a slow target cannot starve
-// others. A bound on the bytes being written is lower while the target is being read. Checksums of
-// writes are computed before their turn, so that no idle device waits for checksums.
+// fetches. Bounds apply per target, so that a slow target cannot starve others. Fewer bytes may be
+// written while the target is being read. Checksums of writes are computed before their turn.
 //
-// An operation's time limit starts when a lane first gets it, and a retry does not extend it. At
-// the deadline, by the machine's clock, the outcome is DEADLINE, whether or not the lane responds;
-// the release may follow later. Operations for an unusable target fail at once with DEADLINE, and
-// waiting ones if the lane accepts none of their kind for that time limit.
+// An operation's time limit starts when a lane first gets it; a retry does not extend it. At the
+// deadline the outcome is DEADLINE, whether or not the lane responds; the release may follow later.
+// Operations for an unusable target fail at once. Waiting operations also fail if the lane accepts
+// none of their kind for that time limit.
 //
-// A reset has one operation per target, which writes the target's superblock. It starts once no
-// write to that target is awaited, and later writes to the target wait for its outcome; other
-// targets continue. Every read and write uses its target's stamp at the hand-over. From the start
-// of a reset until the target is known to have the new superblock, that stamp has an epoch that no
-// superblock names. The superblock is known to be there after an OK, however late, or after a
-// reattachment, which writes it.
+// A reset writes a target's superblock once no write to the target is awaited, and later writes
+// wait for its outcome. Reads and writes use their target's stamp at the hand-over. From the start
+// of a reset until the target is known to have the superblock (after an OK, however late, or a
+// reattachment, which writes it), that stamp has an epoch that no superblock names.
 //
 // A peer's lane has room for one read per credit. A peer has half of the time left until the read's
-// deadline. If the peer fails, this server reads the chunk; the failure counts neither as an
-// outcome of the target nor as a retry.
+// deadline. If it fails, this server reads the chunk, which counts neither as the target's failure
+// nor as a retry.
 #pragma once
 
 #include <algorithm>
@@ -57,8 +54,8 @@ struct IoOptions {
   size_t saturating_reads = 1;
   size_t saturating_writes = 1;
   std::vector<bool> retryable;  // whether a retry may help, by errno
-  // Bounds on one target's bytes in the engine. Operations past their deadlines do not count, so
-  // that a hanging path cannot stop the others. One operation of each kind may always start.
+  // Bounds per target. Operations past their deadlines do not count, so that a hanging path cannot
+  // stop the others. One operation of each kind may always start.
   size_t read_bytes_max = SIZE_MAX;
   size_t write_bytes_max = SIZE_MAX;               // an upper limit, see `TargetQueue::writes_at`
   size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads of the target wait or run
@@ -79,7 +76,7 @@ struct IoEvent {
 };
 
 // The data for judging a target's health: counts since the last report, and outcomes in order,
-// except successes that follow a success in the same direction.
+// without successes after a success in the same direction.
 struct HealthCounts {
   uint32_t target, attachment;
   size_t began = 0, late = 0, released = 0, released_late = 0;
@@ -92,13 +89,11 @@ struct HealthOutcome {
   Place place;
 };
 
-// Operations, bytes and seconds in one direction since the last report.
 struct TransferCounts {
   uint64_t operations = 0, bytes = 0;
   double seconds = 0;
 };
 
-// The state of a peer as last reported.
 struct PeerState {
   bool usable = false;
   size_t reads_max = 0;       // credits: how many of our reads it accepts at a time
@@ -116,7 +111,7 @@ struct PeerLane {
   bool has_room() const {
     return state.usable && (reads < state.reads_max || mutant("credits_are_ignored"));
   }
-  // Return whether a chunk may wait for the peer: it has room, or the end of a read will make room.
+  // Return whether the peer has room, or will have room after one of its reads.
   bool is_awaited() const { return state.usable && (awaited || has_room()); }
   uint64_t queued_bytes() const { return state.queued_bytes + bytes; }
   // Estimate one more read of `more` bytes. rate: used if the peer's rate is unknown.
@@ -128,8 +123,7 @@ struct PeerLane {
 };
 
 // The operations in lanes, including those with an outcome whose buffer the kernel still holds. A
-// token combines a table index, which avoids hashing and allocation, with a count, which makes it
-// unique.
+// token is a table index, which avoids hashing, and a count, which makes it unique.
 class Flights {
  public:
   struct One {
@@ -159,7 +153,6 @@ class Flights {
     places_[place] = one;
     return one.token;
   }
-  // Return the operation, or null if it has ended.
   One* find(uint64_t token) {
     const size_t place = token & ((1 << kPlaceBits) - 1);
     if (place >= places_.size()) return nullptr;
@@ -182,7 +175,6 @@ class Flights {
 
 class IoQueue {
  public:
-  // A superblock for the engine to write.
   struct Offer {
     Task* task = nullptr;
     uint64_t token = 0;
@@ -190,30 +182,26 @@ class IoQueue {
 
   IoQueue(const IoOptions& options, NativeLanes& lanes, NativeLanes* peer_lanes, int64_t now_ns);
 
-  // Queue a task: at the front if it already has a deadline, because a peer has used part of its
-  // time. Reads for peers have deadlines too, but are queued in order of arrival.
+  // Queue a task: at the front if it has a deadline, because a peer has used part of its time.
+  // Reads for peers have deadlines too, but keep their order.
   void enqueue(Task& task);
-  // Move a fetch to the queue of reads for loads, and charge it to the load that waits for it. If
-  // the engine already has the fetch, only its retry, if any, is promoted.
+  // Move a fetch to the queue of reads for loads, and charge it to the load that waits for it. If a
+  // lane has the fetch, only its retry is promoted.
   void promote(Task& task, uint64_t load);
   // Cancel a task. Returns true if it was still queued; otherwise its completion will follow.
   bool cancel(Task& task);
-  // Make reads from this engine wait for its files, for at most a read's deadline. Reads from an
-  // engine for which this was never called also wait. asked: the task of the op that requests the
-  // files, which waits too, or null.
+  // Make reads from this engine wait for its files, for at most a read's deadline, as they do
+  // before the first call. asked: the task of the op that requests the files, or null.
   void await_files(uint16_t owner, Task* asked);
-  // Record that the lanes have the engine's files or, if `error` is an errno, could not get them.
-  // After a failure, reads fail with ENOENT until `await_files` is called. Returns false if nothing
-  // awaits the files.
+  // Record that the lanes have the engine's files or, if `error` is an errno, could not get them;
+  // reads then fail with ENOENT until `await_files`. Returns false if nothing awaits the files.
   bool attached(uint16_t owner, int error);
   void detach(uint16_t owner) { set_files(owner, Files::NONE, Outcome::IO_ERROR, ENOENT); }
   // Return how many reads of this engine's region on this target are in lanes.
   size_t foreign_reads(uint16_t owner, size_t target) const;
   // Let the task's peer read the chunk into the task's stream slot. The peer's lane must have room.
   void give_to_peer(Task& task);
-  // Stop waiting for a peer's read; its task continues without the peer.
   void abandon(uint64_t token);
-  // Send the peers the reads assigned to them.
   void start_peers() {
     if (peer_lanes_) peer_lanes_->start();
   }
@@ -235,9 +223,9 @@ class IoQueue {
   void offer_reads();
   void offer_writes();
   void fail_stalled();
-  // Fill `offered` with the superblocks that the engine must write, regardless of the lanes' room.
+  // Fill `offered` with the superblocks to write, regardless of the lanes' room.
   void offer_resets();
-  // Return when the next operation will get DEADLINE unless it ends first, or INT64_MAX.
+  // Return when the next operation gets DEADLINE unless it ends first, or INT64_MAX.
   int64_t next_deadline_ns();
 
   std::vector<Offer> offered;
@@ -248,8 +236,8 @@ class IoQueue {
   std::vector<PeerLane> peers;
   TransferCounts reads, writes;
 
-  // Return the rates, in bytes per second, that changed by more than a tenth since they were last
-  // returned. Returns none if called again within kRatePeriodNs.
+  // Return the rates, in bytes per second, that changed by more than a tenth since last returned,
+  // at most once per kRatePeriodNs.
   struct Rate {
     size_t target;
     double write, read;
@@ -258,7 +246,6 @@ class IoQueue {
   // Return the target's read rate in bytes per second, or 0 if unknown.
   double read_rate(size_t target);
   size_t targets() const { return targets_.size(); }
-  // Return the bytes read from the target since the start.
   uint64_t bytes_read(size_t target) const { return targets_[target].read_bytes; }
   // Return the bytes ahead of a load's next read of this target: those of running reads, and a
   // whole slot per waiting load or urgent fetch.
@@ -298,7 +285,6 @@ class IoQueue {
     uint64_t read_bytes = 0;
   };
 
-  // The state of another engine's files on our targets.
   enum class Files : uint8_t { AWAITED, HERE, NONE };
   struct Owner {
     Files files = Files::AWAITED;

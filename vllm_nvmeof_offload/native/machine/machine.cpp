@@ -135,7 +135,6 @@ void Machine::start(Task& task) {
   }
 }
 
-// Promote the fetches that fill the slot for which this load is about to wait.
 void Machine::promote_fetches(const Task& load) {
   for (Task* filler : gates_.fillers(load.cache))
     if (filler->urgency == Urgency::URGENT || filler->urgency == Urgency::PREFETCH)
@@ -367,8 +366,8 @@ void Machine::read_ended(Task& task) {
   ready_to_copy(task);
 }
 
-// Read a cancelled load's chunk again if other tasks wait for its slot. This read verifies the
-// payload, because no copy will. Returns false if no task waits or the deadline has passed.
+// Read a cancelled load's chunk again, verifying the payload, if other tasks wait for its slot.
+// Returns false if none waits or the deadline has passed.
 bool Machine::read_again(Task& task) {
   if (task.is_proven || mutant("a_cancelled_read_counts_as_proven")) return false;
   if (!task.fills || !gates_.awaited(task.cache) || task.deadline_ns <= io.now_ns()) return false;
@@ -426,7 +425,6 @@ void Machine::list(Job& job) {
   news_.push_back(job.op);
 }
 
-// Record that the engine still holds a decided task's buffer, for an unknown time.
 void Machine::hold_buffer(Task& task) {
   if (task.stream >= 0 && mutant("stream_slot_is_free_at_the_outcome")) streams_.give_back(task);
   if (task.cache < 0) return;
@@ -445,7 +443,6 @@ bool Machine::read_for_others(const Task& task) const {
   return task.cancelled && gates_.awaited(task.cache);
 }
 
-// Mark the slot of a task that is past its deadline but not released: the slot may never be freed.
 void Machine::mark_hung(Task& task) {
   if (task.stream >= 0) {
     streams_.mark_hung(task);
@@ -818,7 +815,6 @@ void Machine::go_home(Task& task) {
   }
 }
 
-// Let this rank's own lane read the chunk into its cache slot.
 void Machine::read_here(Task& task) {
   if (task.step != Step::ZOMBIE) task.step = Step::IO;
   io.enqueue(task);
@@ -1032,7 +1028,6 @@ bool Machine::is_shared_read(const Task& task) const {
   return task.holder != kEveryMember && task.cache < 0 && !task.announced && set_->holds(task);
 }
 
-// Return whether the ranks of the set compare the row's CRCs.
 bool Machine::is_sampled(const Task& task) const {
   return set_ && task.job->kind == OpKind::STORE && task.holder == kEveryMember &&
          set_->shares(task.group);

@@ -80,15 +80,15 @@ struct Columns {
   std::span<const uint32_t> clients;  // in a write, as in `LaneOp`; empty if unknown
 };
 
-// The pieces of a store or load. `rows` holds three numbers per piece: KV cache address, offset in
-// the payload, and size. `first` holds each row's first index, followed by the number of pieces.
+// The pieces of a store or load. rows: KV cache address, offset in the payload, and size per piece.
+// first: each row's first index, followed by the number of pieces.
 struct Pieces {
   std::span<const uint64_t> rows;
   std::span<const uint32_t> first;
 };
 
-// Chunks to copy in one direction: either all whose fences have passed, or all that wait for one
-// particular fence. `pieces` is like `Pieces::rows`, with staging addresses instead of offsets.
+// Chunks to copy in one direction: all whose fences have passed, or all that wait for one fence.
+// pieces: as `Pieces::rows`, with staging addresses instead of offsets.
 struct CopyBatch {
   uint64_t number = 0;
   uint64_t fence = 0;  // the fence that all chunks wait for, or 0 if their fences have passed
@@ -100,13 +100,13 @@ struct CopyBatch {
   std::vector<uint32_t> counts;
   std::vector<uint64_t> payloads;
   std::vector<uint64_t> sizes;  // bytes of each payload
-  // For each chunk, whether `copied` needs its CRC: to check it, or to let the members of the set
-  // compare it. Empty if this rank is in no set and nothing is checked.
+  // For each chunk, whether `copied` needs its CRC, to check it or for the set to compare it. Empty
+  // if this rank is in no set and nothing is checked.
   std::vector<uint8_t> sampled;
 };
 
-// Chunks that peers have read, to be copied into their cache slots. `rows` holds three numbers per
-// chunk: the addresses of the cache slot and of the stream slot, and the size in bytes.
+// Chunks that peers have read, to be copied into their cache slots. rows: addresses of cache slot
+// and stream slot, and size per chunk.
 struct LandingBatch {
   uint64_t number = 0;
   std::vector<uint64_t> rows;
@@ -145,26 +145,24 @@ class Machine {
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 
-  // -- commands. They throw BrokenRule on a programming error. fence: the fence that the copies of
-  // a store or load wait for, or 0. Fences are numbered in the order in which they pass.
+  // -- commands. They throw BrokenRule on a programming error. fence: the one that the copies of a
+  // store or load wait for, or 0. Fences are numbered in the order in which they pass.
   void begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
              const Pieces& pieces, uint64_t fence = 0);
   // Cancel queued writes and write each target's superblock; see `IoQueue::begin_reset`. The op's
-  // single row is OK once the first superblock is written, because the next start then voids the
-  // chunks on all targets. If none can be written, the row fails with the last outcome.
+  // row is OK once the first superblock is written: the next start then voids the chunks on all
+  // targets. If none can be written, the row fails with the last outcome.
   void reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
-  // Cancel rows of an op, or all rows if `rows` is null. DMA that is running continues, and the
-  // rows are still reported. Stores, resets and attaches are never cancelled: other ops need them.
+  // Cancel rows of an op, or all if `rows` is null; they are still reported, and running DMA
+  // continues. Stores, resets and attaches are never cancelled, because other ops need them.
   void cancel(uint64_t op, const std::vector<uint32_t>* rows);
-  // Make reads from engine `owner` wait for its files (`IoQueue::await_files`). The op's single row
-  // is decided by `IoQueue::attached`, or fails after a read's deadline.
+  // Make reads from engine `owner` wait for its files (`IoQueue::await_files`). `IoQueue::attached`
+  // decides the op's row, which otherwise fails after a read's deadline.
   void attach(uint64_t op, uint16_t owner);
 
-  // -- progress. `copied` ends a batch from `take_copies`; `run` handles operations that the lanes
-  // have ended. crcs: the CRC of each chunk's payload (in a load, of the bytes that arrived), or -1
-  // if unknown; empty if all are unknown.
+  // -- progress. crcs: of each chunk's payload (in a load, of the bytes that arrived), or -1 if
+  // unknown; empty if all are unknown.
   void copied(uint64_t number, Outcome code, int error, std::span<const int64_t> crcs = {});
-  // Return the number of chunks in a batch of copies.
   size_t copying(uint64_t number) const {
     const auto found = copying_.find(number);
     return found == copying_.end() ? 0 : found->second.size();
@@ -185,12 +183,10 @@ class Machine {
   }
   // Like `IoQueue::next_deadline_ns`, but include tasks that wait for stream slots or other ranks.
   int64_t next_deadline_ns();
-  // Return this rank as a member of its set, or null if it is in no set.
   SetMember* set() { return set_ ? &*set_ : nullptr; }
 
   // -- peers
   void set_peer(size_t peer, const PeerState& state);
-  // Return whether the peer gets no reads for now (peer_judge.h).
   bool peer_rests(size_t peer) const { return judge_.rests(peer, io.now_ns()); }
   // Let only these peers (a bit for each) read for this load, which has just begun.
   void let_help(uint64_t op, uint64_t peers);
@@ -200,9 +196,9 @@ class Machine {
   // Return the work ahead of a new read, by lane: bytes, and seconds (0 if unknown).
   std::vector<std::pair<uint64_t, double>> read_queues();
 
-  // -- reads for peers. Each row is read into the serve slot that its `cache` names, which nothing
-  // else may use until the row ends. tokens, within_s: the token and the time limit of each row. A
-  // reset cancels all these reads; those that have started end later.
+  // -- reads for peers, by token and with a time limit per row. Nothing else may use a row's serve
+  // slot, named by `cache`, until the row ends. A reset cancels these reads; those that have
+  // started end later.
   void serve(std::span<const uint64_t> tokens, const Columns& columns,
              std::span<const double> within_s);
   // Cancel the reads with these tokens. `take_served` still returns each of them.
@@ -214,8 +210,8 @@ class Machine {
   };
   // Return the reads for peers that have released their slots, each once.
   std::vector<Served> take_served() { return std::exchange(served_, {}); }
-  // Return the bytes that our targets must read before the next read for a peer, and the targets'
-  // total read rate in bytes per second, or 0 if unknown.
+  // Return the bytes that our targets must read before the next read for a peer, and their read
+  // rate in bytes per second, or 0 if unknown.
   std::pair<uint64_t, double> serve_levels();
 
   size_t streams_used() const { return streams_.used(); }

@@ -97,8 +97,7 @@ void SetMemory::release(size_t member, size_t at, size_t reader) {
 
 namespace {
 
-// Name a fill after the chunk and the op. A chunk may be read into the same slot twice, and the
-// first fill's word must not be mistaken for the second's.
+// Name a fill after the chunk and the op, because a chunk may be read into the same slot twice.
 uint64_t name_of_fill(const Task& task, uint32_t op) {
   return task.content.generation ^ op * 0x9E3779B97F4A7C15u;
 }
@@ -135,8 +134,6 @@ uint64_t SetMember::other_members(const Task& task) const {
   const uint64_t all = size == 64 ? UINT64_MAX : (uint64_t{1} << size) - 1;
   return all << (task.holder - task.holder % size) & ~(uint64_t{1} << task.holder);
 }
-
-// ---- as a holder ------------------------------------------------------------------------
 
 void SetMember::set_fill(const Task& task, FillState state) {
   memory_.set_fill(options_.member, static_cast<size_t>(task.cache), state,
@@ -198,8 +195,6 @@ void SetMember::look_at_loans(int64_t now_ns) {
     return false;
   });
 }
-
-// ---- as a reader ------------------------------------------------------------------------
 
 void SetMember::wait(Task& task, int64_t now_ns) {
   Holder& holder = holders_[task.holder];
@@ -309,7 +304,6 @@ void SetMember::look_at_reads(size_t member) {
   }
 }
 
-// Fail all tasks that wait for a member that makes no progress.
 void SetMember::fail_all(size_t member) {
   Holder& holder = holders_[member];
   std::vector<Task*> tasks = std::exchange(holder.fills, {});

@@ -32,7 +32,7 @@ namespace nvmeof {
 
 enum class FillState : uint8_t { EMPTY, FILLING, HELD, FAILED };
 
-// A row of a load that all members receive. The generation of its chunk distinguishes it from the
+// A row of a load that all members receive. The chunk's generation distinguishes it from
 // rows of other servers.
 struct RowOf {
   uint64_t op = 0;
@@ -135,7 +135,6 @@ class SetMember {
  public:
   SetMember(const SetOptions& options, const SetShape& shape, int64_t patience_ns);
 
-  // Return whether several ranks have equal bytes of this group.
   bool shares(uint8_t group) const { return options_.set_sizes[group] > 1; }
   // Return the rank of `member` (from a place or cache slot) in this rank's set for the group.
   uint8_t holder(uint8_t group, uint32_t member) const;
@@ -151,7 +150,6 @@ class SetMember {
   void set_fill(const Task& task, FillState state);
   // Announce that the task's stream slot holds the chunk, so that the others may copy it.
   void lend(Task& task);
-  // Announce that this row's read through a stream slot failed.
   void announce_failure(Task& task, Outcome code);
   // Return whether others still use the task's stream slot. `RETURNED` reports when they are done.
   bool is_lent(const Task& task) const;
@@ -160,13 +158,11 @@ class SetMember {
   // -- as a reader
   void wait(Task& task, int64_t now_ns);
   void give_up(Task& task);
-  // Release the holder's stream slot from which the task has copied.
   void release(Task& task);
 
   // Read the other members' words and fill `events`. Returns whether there are events.
   bool poll(int64_t now_ns);
   std::vector<SetEvent> events;
-  // Return whether an event may come from another process.
   bool awaits() const;
   bool idle() const;
   size_t waiting() const;
@@ -192,7 +188,6 @@ class SetMember {
     Outcome code;
     uint64_t readers;
   };
-  // The tasks of this rank that wait for one member.
   struct Holder {
     std::vector<Task*> fills;
     std::unordered_map<RowOf, Task*, RowHash> reads;

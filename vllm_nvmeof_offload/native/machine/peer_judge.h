@@ -40,7 +40,6 @@ class PeerJudge {
     }
   }
 
-  // Record the end of a peer's read, successful or not.
   void ended(size_t peer, Outcome code, int error, int64_t now_ns) {
     Peer& one = peers_[peer];
     if (rests(peer, now_ns)) return;  // a read from before its rest
@@ -50,7 +49,6 @@ class PeerJudge {
 
   bool rests(size_t peer, int64_t now_ns) const { return now_ns < peers_[peer].rests_until_ns; }
 
-  // Record that the peer was given a chunk of a load.
   void given(const Task& task, size_t peer, IoQueue& io) {
     Load& load = loads_[task.job->op];
     load.peers |= uint64_t{1} << peer;
@@ -153,7 +151,7 @@ class PeerJudge {
   }
 
   // Return whether the load would have ended by now without peers. The estimate includes all bytes
-  // that a target has read or queued since its own last read for this load.
+  // that a target has read or queued since its last own read for this load.
   static bool is_late(const Task& task, const Load& load, IoQueue& io) {
     if (mutant("a_slow_peer_is_never_late")) return false;
     const int64_t started_ns = task.job->started_ns;

@@ -40,7 +40,6 @@ class StreamSlots {
   size_t usable_peers() const { return usable_peers_; }
   size_t waiting(size_t target) const;
   size_t targets() const { return queues_.size(); }
-  // Return the target whose turn it is, and advance the turn.
   size_t turn() { return std::exchange(next_, (next_ + 1) % queues_.size()); }
   // Return this target's next task that was never given to a peer, or null.
   Task* peek(size_t target) { return queues_[target].peek(); }

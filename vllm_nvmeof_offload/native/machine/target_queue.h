@@ -33,11 +33,10 @@ class TargetQueue {
   // Adapt the bound on writes to the target's write rate: bytes per second, or 0 if unknown. A fast
   // device needs more queued bytes to stay busy, but takes no longer to write them.
   void writes_at(double rate);
-  // Record that the engine accepted an operation of this kind.
   void progressed(bool is_write) { stalled_since_ns_[is_write].reset(); }
   // Remove all waiting tasks of this kind if the engine has accepted none for `patience_ns`. Until
-  // the engine accepts one, new tasks are offered once and then fail too; otherwise a load larger
-  // than the room here would fail one batch at a time.
+  // it accepts one, new tasks are offered once and then fail too, so that a large load fails as a
+  // whole.
   std::vector<Task*> take_stalled(int64_t now_ns, int64_t patience_ns, bool is_write);
   // Return when `take_stalled` may next return tasks, or INT64_MAX for never.
   int64_t stalls_at_ns(int64_t patience_ns, bool is_write) const;

@@ -43,9 +43,8 @@ struct Task {
   int32_t stream = -1;  // the stream slot, -1 if none, or kLands
   SlotContent content;
   int32_t cache = -1;  // the cache slot, or -1 if the task goes through a stream slot
-  // For a row that another rank of the set processes: with a cache slot, the task's index among
-  // those that wait for that rank's fills; otherwise, the index of the announcement of the slot to
-  // copy.
+  // For a row that another rank of the set processes: the index of the task among those that wait
+  // for that rank's fills or, without a cache slot, of the announcement of the slot to copy.
   int32_t at_holder = -1;
   Place place = kNoPlace;  // the place on `target`, or `kNoPlace` if there is no I/O
   uint8_t target = 0;
@@ -118,7 +117,6 @@ struct Job {
   std::vector<uint32_t> late;     // rows released after they were reported
   std::vector<uint32_t> failed;
 
-  // Return the time from the command to the last outcome in the next report.
   double seconds() const { return static_cast<double>(ended_ns - started_ns) / 1e9; }
   bool serves() const { return !served.empty(); }
   bool lets_help(size_t peer) const { return peers >> peer & 1; }
@@ -129,11 +127,10 @@ inline std::string_view Task::key() const {
   return std::string_view(job->keys).substr(index * job->key_bytes, job->key_bytes);
 }
 
-// Shares a limited number of places fairly among jobs.
-//
-// The job with the fewest places goes first; among equals, the job whose first task has waited
-// longest. Within a job, tasks keep their order. Only each job's first task is examined, so that
-// one job of ten thousand tasks costs no more than ten thousand jobs of one task.
+// Shares a limited number of places fairly among jobs. The job with the fewest places goes first;
+// among equals, the job whose first task has waited longest. Within a job, tasks keep their order.
+// Only each job's first task is examined, so that the cost does not depend on the number of tasks
+// per job.
 class FairQueue {
  public:
   // The job to which a task's place is charged. It must not change while the task waits or has a
@@ -149,13 +146,12 @@ class FairQueue {
   // Remove a task. Returns false if it does not wait here.
   bool remove(Task& task);
   Task* peek();
-  // Give the next task a place.
   Task* take();
   void give_back(Task& task);
   // Remove all waiting tasks, the longest waiting first, without giving them places.
   std::vector<Task*> take_all();
-  // Remove the retries whose deadlines have passed. Retries precede the other tasks of their jobs.
-  // Lower `next_ns` to the earliest deadline of the remaining retries.
+  // Remove the retries whose deadlines have passed, and lower `next_ns` to the earliest deadline of
+  // the others. Retries precede the other tasks of their jobs.
   std::vector<Task*> take_past(int64_t now_ns, int64_t& next_ns);
 
  private:

@@ -14,7 +14,6 @@
 
 namespace nvmeof {
 
-// An engine with regions that the workers must open.
 struct Attachment {
   uint32_t owner;
   OwnerRecord record;
@@ -30,8 +29,8 @@ class Foreign : public ForeignReader {
   // -- acceptance -------------------------------------------------------------------
   // tag: of the weights in use here. If it is all zeros, no engine is accepted.
   void set_tag(const std::array<uint8_t, kTagBytes>& tag);
-  // Set the tag of new weights, shortly before a reset. After that reset, even the old chunks of
-  // engines with this tag are offered, because none was offered before.
+  // Set the tag of new weights before a reset. After it, even the old chunks of engines with this
+  // tag are offered, because none was offered before.
   void change_tag(const std::array<uint8_t, kTagBytes>& tag);
   // Return whether the engine's chunks have our tag, postdate our reset, and are likely readable.
   bool accepts(uint32_t number) const;
@@ -50,7 +49,6 @@ class Foreign : public ForeignReader {
   // -- attachments ------------------------------------------------------------------
   // Record that a command will name places of this engine, which has just been accepted.
   void use(uint32_t number);
-  // Return whether commands have named engines, so that some may need to be attached or detached.
   bool is_used() const { return !attached_.empty(); }
   // Return the engines that commands name and that workers must still attach, each once.
   std::vector<Attachment> take_attachments();

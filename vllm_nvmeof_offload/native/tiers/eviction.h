@@ -21,8 +21,8 @@
 
 namespace nvmeof {
 
-// The record of one slot of a tier or target. It takes a quarter of a cache line, because the slots
-// of a batch are accessed in random order. A record of all zero bytes is a free slot.
+// The record of one slot of a tier or target; all zero bytes if free. It takes a quarter of a cache
+// line, because the slots of a batch are accessed in random order.
 struct SlotRecord {
   enum Kind : uint32_t { FREE, TAKEN, ORPHAN, RETIRED };
 
@@ -59,14 +59,12 @@ class Order {
   virtual Slot later(size_t) const { return kNone; }
 };
 
-// Makes an order from the slots' last uses.
 using MakeOrder = std::function<std::unique_ptr<Order>(const SlotRecords& slots)>;
 
 // Evicts the least recently used slot first; ties are broken by slot. Each slot has one record,
-// filed by its last use in buckets of 1024 uses. A later use does not move the record. When the
-// record is reached, it is filed again, or dropped if the slot was withdrawn. A bucket is sorted
-// when it becomes the oldest, so that the next victims are known in advance; a heap would take ten
-// times as long.
+// filed by its last use in buckets of 1024 uses. After a later use, the record is filed again when
+// it is reached. A bucket is sorted when it becomes the oldest, so that the next victims are known
+// in advance; a heap would take ten times as long.
 class Lru final : public Order {
  public:
   explicit Lru(const SlotRecords& slots) : slots_(slots), filed_(slots.size()) {}
@@ -311,7 +309,6 @@ class Slots {
     return parts.set_size(row) == part.set_size;
   }
 
-  // Like `take_numbered`, but for a member's part.
   bool take_numbered(Slot row, const Part& part) {
     if (part.whole()) return take_numbered(row);
     if (row >= capacity() || part.set_size < 2 || part.member >= part.set_size) return false;
@@ -374,7 +371,6 @@ class Slots {
     }
   }
 
-  // Give up all slots, at a reset.
   void orphan_all() {
     for (Slot slot = parts.end(); slot-- > 0;) {
       const bool divided = !parts.is_part(slot) && parts.set_size(slot);
@@ -442,8 +438,8 @@ static_assert(sizeof(SavedSession) == 21);
 // examines only one list.
 class Sessions {
  public:
-  // A client's sessions may have this many references per chunk that the client may retain, and
-  // those of all clients together twice as many. Sessions without chunks are closed, so this bounds
+  // The references that a client's sessions may have per chunk that the client may retain. All
+  // clients together may have twice as many. Sessions without chunks are closed, so this bounds
   // sessions too.
   static constexpr size_t kReferencesPerChunk = 8;
 
@@ -569,7 +565,6 @@ class Sessions {
     return reference.row;
   }
 
-  // Remove a session without chunks.
   void close(uint32_t one) {
     unlink(one);
     if (const auto owned = by_client_.find(sessions_[one].client);
@@ -782,10 +777,10 @@ class Keeping final : public Order {
   KeptSlots& counts_;
 };
 
-// Evict chunks until `wanted` is free, in a tier whose slots may be divided. Returns false if
-// nothing was evicted. For a part, evict the coldest of the first few victims that suits it. If
-// none suits, evict all parts of the coldest row whose chunks can all be evicted. may: returns
-// whether a slot's chunk can be evicted. evict: evicts that chunk.
+// Evict chunks until `wanted` is free, in a tier whose slots may be divided. For a part, evict the
+// coldest of the first few victims that suits it, or else all parts of the coldest row whose chunks
+// can all be evicted. Returns false if nothing was evicted. may: whether a slot's chunk can be
+// evicted. evict: evicts it.
 template <typename May, typename Evict>
 bool make_room(const Slots& slots, Order& order, const Part& wanted, May may, Evict evict) {
   constexpr size_t kVictimsPerMember = 4, kRowsMax = 256;  // examined at most

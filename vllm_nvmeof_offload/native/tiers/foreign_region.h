@@ -32,18 +32,18 @@ class ForeignRegion {
   // young_ns: the delay between seeing an entry and offering it.
   ForeignRegion(Home home, uint64_t slots, std::vector<Group> groups, int64_t young_ns);
 
-  // Withdraw all entries offered so far, and then offer only entries of this epoch. from_now: offer
-  // only entries written after the next scan, even if the epoch changes.
+  // Withdraw all entries offered so far, and then offer only entries of this epoch. from_now: only
+  // those written after the next scan, even if the epoch changes.
   void begin(ForeignWriter& table, uint32_t epoch, bool from_now);
-  // Read the table file `fd` and offer its entries. A truncated part counts as empty. Returns an
-  // errno, or 0 after reading all of it. log_is_ahead: whether a slot that the log named since the
-  // previous scan keeps the log's entry, which may not be in the table yet.
+  // Read the table file `fd` and offer its entries; a truncated part counts as empty. Returns an
+  // errno, or 0. log_is_ahead: whether slots that the log named since the previous scan keep the
+  // log's entries, which may not be in the table yet.
   int scan(ForeignWriter& table, int fd, int64_t now_ns, bool log_is_ahead);
   // Find the end of the log in file `fd`, which has this many pages. Call this before a scan, and
   // `follow_log` after the scan. Returns an errno, or 0.
   int seek_log(int fd, uint32_t pages);
   // Apply the records logged since the last call or `seek_log`. Returns 0, an errno, or the reason
-  // that the log cannot be followed: known entries then stay, but a new scan is needed.
+  // that a new scan is needed.
   static constexpr int kOverrun = -1;  // the log was overwritten or is damaged
   static constexpr int kReset = -2;    // a superblock with another epoch was written
   int follow_log(ForeignWriter& table, int fd, int64_t now_ns);
@@ -55,7 +55,6 @@ class ForeignRegion {
   uint64_t rows() const { return rows_; }
 
  private:
-  // The first bytes of an entry.
   struct Head {
     uint32_t crc = 0, epoch = 0;
     uint64_t generation = 0;
@@ -69,8 +68,8 @@ class ForeignRegion {
     uint64_t fingerprint;
     bool single_copy;
   };
-  // Bits of `marks_`. kBefore: the entry existed when only later ones were requested. kLogged: the
-  // entry came from the log, and no scan has confirmed it yet.
+  // kBefore: the entry existed when only later ones were requested. kLogged: the entry came from
+  // the log, and no scan has confirmed it yet.
   static constexpr uint8_t kSingleCopy = 1, kBefore = 2, kLogged = 4;
 
   Seen decode(const std::byte* entry, uint64_t slot, int64_t now_ns) const;
@@ -79,7 +78,6 @@ class ForeignRegion {
   int read_record(const LogRecord& record, int64_t now_ns);
   void compare(ForeignWriter& table, uint64_t first, size_t count, int64_t now_ns,
                bool log_is_ahead);
-  // mark: the mark for the changed entries, kLogged or 0.
   void take_changed(ForeignWriter& table, uint8_t mark);
   void take(ForeignWriter& table, const Seen& seen, uint8_t mark);
   void offer(ForeignWriter& table, const Seen& seen);

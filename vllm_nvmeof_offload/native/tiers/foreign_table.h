@@ -57,7 +57,6 @@ enum class Since { NOW, EVER };
 // Return the key's fingerprint, which is never 0.
 uint64_t fingerprint_of(std::string_view key);
 
-// The file as reader and writer both see it.
 class ForeignTable {
  public:
   ForeignTable(const ForeignTable&) = delete;
@@ -127,16 +126,16 @@ class ForeignReader : public ForeignTable {
     return false;
   }
   void warm(std::string_view key) const;
-  // Void all rows that the follower knows now. The follower rebuilds each owner's rows, from all
-  // chunks or only those written later, and puts the returned version into the owner's record.
+  // Void all rows that the follower knows now. It rebuilds each owner's rows, from all chunks or
+  // only those written later, and puts the returned version into the owner's record.
   uint64_t ask_anew(Since since = Since::NOW);
 };
 
 // The follower's side. Its threads change rows only while they hold `lock()`.
 class ForeignWriter : public ForeignTable {
  public:
-  // fd: an empty memfd, or that of an earlier writer. In the latter case the table is emptied, but
-  // the owners' records and the requested version stay. rows: the initial capacity.
+  // fd: an empty memfd, or that of an earlier writer, whose owners' records and requested version
+  // stay. rows: the initial capacity.
   ForeignWriter(int fd, size_t rows);
 
   [[nodiscard]] std::unique_lock<std::mutex> lock() { return std::unique_lock(changes_); }

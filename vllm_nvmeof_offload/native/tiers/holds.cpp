@@ -85,7 +85,6 @@ Holds::Held& Holds::keep(Row row, Reason reason) {
       .first->second;
 }
 
-// Return the hold of this chunk, or null if it is not held.
 Holds::Held* Holds::of(Row row, uint64_t generation) {
   const auto found = held_.find(row);
   return found != held_.end() && found->second.generation == generation ? &found->second : nullptr;

@@ -26,7 +26,6 @@ class Holds {
   enum class End : uint8_t { USED, WASTED, CANCELLED, FAILED, PROBE };
   static constexpr size_t kEnds = 5;
 
-  // The chunks held for one request.
   struct Wanted {
     std::vector<bool> taken;                     // whether each chunk is held
     std::vector<std::pair<Row, uint64_t>> held;  // row, generation
@@ -38,9 +37,9 @@ class Holds {
   struct Range {
     size_t next, end, local;
   };
-  // Chunks before `next` are done; if a load would end here, `next` is past all chunks. looks: the
-  // look-ups left. skipped: the first and last chunk not held because GPU memory has them; first >
-  // last if there are none.
+  // Chunks before `next` are done; if a load would end here, `next` is past all chunks. looks:
+  // look-ups left. skipped: first and last chunk not held because GPU memory has them; first > last
+  // if none.
   struct Advance {
     size_t next, looks;
     size_t skipped_first = SIZE_MAX, skipped_last = 0;
@@ -61,7 +60,6 @@ class Holds {
   void leave(Wanted& wanted, std::vector<Cancel>& cancels);
   // Record that these fetches are sent to the ranks in this op.
   void sent(uint64_t op, const Batch& batch);
-  // Record that a load uses these chunks.
   void used(const Batch& load);
   // Record that all ranks have reported on these rows of a fetch. probe: release their holds too.
   void ended(uint64_t op, const Batch& batch, std::span<const uint32_t> rows, bool probe);

@@ -92,7 +92,6 @@ class Index {
     return *reinterpret_cast<const Entry*>(const_cast<Index*>(this)->at(row));
   }
   const char* key(Row row) const { return const_cast<Index*>(this)->at(row) + kKeyAt; }
-  // Return the key's row, or kNoRow if it has no entry.
   Row find(const char* key) const { return find(key, hash(key)); }
   // Find the rows of many keys, with little more than one key's latency per block of keys.
   void find(std::span<const char* const> keys, std::vector<Row>& rows) const;

@@ -55,7 +55,6 @@ class SlotParts {
   // Return a bit for each member with a part that is not free.
   uint64_t taken(Slot row) const { return divided_[row].taken; }
 
-  // Divide a row into free parts.
   void divide(Slot row, uint32_t set_size) {
     divided_[row].set_size = static_cast<uint8_t>(set_size);
     for (uint32_t member = set_size; member-- > 0;) link(part(row, member));

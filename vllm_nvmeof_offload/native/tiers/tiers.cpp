@@ -166,7 +166,6 @@ size_t Tiers::weigh(Keys keys, std::span<const uint64_t> lane_bytes,
   return leading;
 }
 
-// Prefetch the memory of this entry's slots, and of their positions in the orders.
 void Tiers::warm_slots(const Entry& entry) const {
   if (entry.cache != kNoSlot) {
     cache.warm(static_cast<Slot>(entry.cache));
@@ -633,7 +632,6 @@ Row Tiers::begin_fetch(const char* key, size_t reason) {
   return row;
 }
 
-// Start reading this pooled entry's chunk into a cache slot that was just taken.
 void Tiers::fill_from_pool(Row row, Slot slot) {
   Entry& entry = index[row];
   Target& one = target(entry.place);

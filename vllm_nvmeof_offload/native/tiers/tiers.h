@@ -35,7 +35,6 @@ struct Trust {
 // The checksums that ranks have reported so far for a store's rows.
 class Samples {
  public:
-  // The result of comparing a row's reported checksums.
   enum class Seen : uint8_t { SOME, ALL_EQUAL, DIFFERENT };
 
   // Add a report. crc: of the row's payload on `rank`. ranks: the number of ranks in all sets.
@@ -154,7 +153,6 @@ struct Move {
   std::string keys;
 };
 
-// Counts of events since they were last taken.
 struct Counts {
   uint64_t cache_evictions = 0, pool_evictions = 0, refused_writes = 0, written = 0, retired = 0;
   uint64_t superseded = 0;  // provisional chunks that were never written
@@ -244,10 +242,10 @@ class Tiers {
   // Adopt chunks found at start-up, only the first for each key. Returns the number adopted.
   size_t adopt(std::span<const Place> places, std::span<const uint64_t> generations,
                const char* keys);
-  // Plan a store. keys: in prefix order. order: each key's position in vLLM's list, by which the
-  // batch's rows are sorted; empty if the keys are in that order. wanted: a `Store` per key, or
-  // empty to keep all. If a key is wanted as KEPT, its provisional entry becomes KEPT. Generations
-  // count up from `generation`. client: as in `Sessions`.
+  // Plan a store. keys: in prefix order. order: each key's position in vLLM's list, by which rows
+  // are sorted; empty if that is the same order. wanted: a `Store` per key, or empty to keep all;
+  // KEPT also keeps a provisional entry. Generations count up from `generation`. client: as in
+  // `Sessions`.
   StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
                        std::span<const uint32_t> order = {}, uint32_t client = 0);
   // Plan a load. A missing chunk's row has no slot or place. land_max: bound on cache slots filled.
@@ -258,13 +256,11 @@ class Tiers {
   // and from other engines' pools. A token with chunks in several of these counts for the last.
   // Tokens that no chunk covers, because it was evicted or outside of a window, are not counted.
   std::array<int64_t, 3> tokens_by_source(const LoadRows& rows, int64_t first, int64_t last) const;
-  // Mark these keys' provisional entries as superseded.
   void supersede(Keys keys);
   // Keep these keys' entries, and write them like any others.
   void keep(Keys keys);
   // Make these chunks the next to be evicted from the CPU tier, last key first, except chunks used
-  // by more than one request. A chunk that waits for write-through keeps its turn. Without a pool,
-  // nothing changes.
+  // by more than one request or waiting for write-through. Without a pool, nothing changes.
   void cool(Keys keys);
   // Retain these chunks, given in prefix order, until a second, in addition to the session's
   // others. Returns false if nothing is retained. See `Sessions`.
@@ -277,7 +273,6 @@ class Tiers {
   Batch take_fetches(size_t reason) { return std::exchange(fetches_[reason], {}); }
   // Detach a fetch from its entry: later look-ups find the entry only in the pool.
   void detach(Batch& fetch, size_t at);
-  // Detach and drop a fetch that is only planned.
   void drop_fetch(size_t reason, Row row);
   // Plan the writes that the policy wants and the bound allows; `take_writes` returns them.
   void drain();
@@ -292,7 +287,6 @@ class Tiers {
 
   // -- facts ------------------------------------------------------------------------
   void report(OpKind kind, Batch& batch, const Report& report, Effect& effect);
-  // Prefetch the memory that a report on this row changes.
   void warm(const Batch& batch, size_t at) const;
   // Take the groups in which members were found to differ since the last call. A member's single
   // copies are then wrong for the others, so the caller must reset.
@@ -338,8 +332,8 @@ class Tiers {
   // Return the slot to write next. In write-through mode this is the oldest, under any policy.
   Slot next_to_write() { return options_.demotes ? unwritten->peek() : arrivals_.first(); }
   // Return whether a chunk that waits to be written may be evicted: never for a read, and for a
-  // store only if no target accepts writes. Otherwise the store is refused, because a prefix that
-  // loses its middle is useless from there on.
+  // store only if no target accepts writes. Otherwise the store is refused: a prefix is useless
+  // behind a hole.
   bool may_lose(bool is_read) const;
 
   // Return the rows of the keys, valid until the next call.
@@ -348,14 +342,12 @@ class Tiers {
     return found_;
   }
   Source source_of(Row row, uint8_t sources) const;
-  // foreign: as from `foreign_rows`.
   uint64_t mixed(std::span<const Row> rows, std::span<const ForeignRow> foreign,
                  uint8_t sources) const;
   // Return the position of the key's group, or `group_ids.size()` if the group is not offloaded.
   size_t group_of(const char* key) const;
   // Return whether the row is still the entry that the batch names. Another engine's chunk may be
-  // read again, with the same generation, before all ranks have reported on the first read. The new
-  // entry then uses other slots, because the batch's are in use.
+  // read again, with the same generation but into other slots, before all ranks have reported.
   bool holds(const Batch& batch, size_t at) const {
     const Row row = batch.rows[at];
     if (row == kNoRow || !index.holds(row, batch.generations[at])) return false;
@@ -392,8 +384,8 @@ class Tiers {
   // The engines to consider: only live ones, or all.
   enum class From : uint8_t { LIVING, ALL };
   ForeignRow foreign_row(const char* key, From from = From::ALL) const;
-  // Return other engines' rows, by key, for keys without a row in `rows`. Empty if other engines
-  // offer no chunks, or the tiers have all keys. Valid until the next call.
+  // Return other engines' rows, by key, for keys without a row in `rows`; empty if there are none.
+  // Valid until the next call.
   const std::vector<ForeignRow>& foreign_rows(Keys keys, const std::vector<Row>& rows,
                                               From from = From::ALL) const;
   bool can_borrow(const ForeignRow& row, const char* key) const;
