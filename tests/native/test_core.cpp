@@ -383,7 +383,7 @@ struct Mixer {
   void give_up() {
     const auto found = under.find(token - dice() % 4);
     if (found == under.end()) return;
-    if (!engine.cancel(found->first)) {
+    if (!engine.cancel_one(found->first)) {
       found->second.wanted = false;
       return;
     }
@@ -407,7 +407,7 @@ struct Mixer {
   void run(unsigned rounds) {
     for (unsigned round = 0; round < rounds; ++round) {
       for (uint64_t count = dice() % 6; count > 0; --count) submit_one();
-      engine.kick();
+      engine.start();
       for (uint64_t count = dice() % 4; count > 2; --count) give_up();
       if (dice() % 64 == 0) {  // while operations run on the old descriptors
         const size_t index = dice() % kTargets;
@@ -463,10 +463,10 @@ void test_close_under_load(const std::string& directory, uint64_t seed) {
   Mixer mixer(site, engine, seed);
   gate->shut({1, 2, 3});
   for (int i = 0; i < 60; ++i) mixer.submit_one();
-  engine.kick();
+  engine.start();
   while (!engine.close(std::chrono::milliseconds(1))) {
     gate->shut({});
-    engine.kick();
+    engine.start();
   }
   mixer.closing = true;
   for (const LaneEnd& one : engine.poll()) mixer.take(one);
@@ -475,7 +475,7 @@ void test_close_under_load(const std::string& directory, uint64_t seed) {
 
 Outcome run_one(Engine& engine, LaneOp request) {
   engine.take(request);
-  engine.kick();
+  engine.start();
   const auto found = wait(engine);
   CHECK(found.size() == 1 && found[0].token == request.token);
   return found[0].code;
@@ -526,7 +526,7 @@ void test_errors(const std::string& directory) {
   request.payload_bytes = kPayload;
   request.identity = identity(1, 1);
   engine.take(request);
-  engine.kick();
+  engine.start();
   const auto found = wait(engine);
   CHECK(found.size() == 1 && found[0].code == Outcome::IO_ERROR && found[0].error == 0);
   CHECK(engine.close(std::chrono::seconds(20)));
@@ -563,17 +563,17 @@ void test_reads_that_wait(const std::string& directory) {
     fill(site.slot(static_cast<unsigned>(number)), {1, 1});
     submit(number, Urgency::WRITE);
   }
-  engine.kick();
+  engine.start();
   size_t ended = 0;
   while (ended < kReads) ended += wait(engine).size();
   gate->shut({place_of(0, 0), place_of(0, 1)});
   for (uint64_t number = 0; number < kReads; ++number) submit(number, Urgency::DEMAND);
-  engine.kick();
+  engine.start();
   const auto starts = [&] { return gate->starts().size() - kReads; };
   while (starts() < 2) std::this_thread::yield();
-  CHECK(engine.cancel(kReads));  // the last read, which has not started
+  CHECK(engine.cancel_one(kReads));  // the last read, which has not started
   CHECK(starts() == 2);
-  CHECK(!engine.cancel(1));
+  CHECK(!engine.cancel_one(1));
   std::set<uint64_t> right;
   while (right.size() < 3)
     for (const LaneEnd& one : wait(engine))
@@ -581,7 +581,7 @@ void test_reads_that_wait(const std::string& directory) {
   CHECK((right == std::set<uint64_t>{3, 4, 5}));
   CHECK(starts() == 5);
   gate->shut({});
-  engine.kick();
+  engine.start();
   while (right.size() < 5)
     for (const LaneEnd& one : wait(engine))
       CHECK(one.code == (one.token == 1 ? Outcome::CANCELLED : Outcome::OK) &&

@@ -337,8 +337,8 @@ void bind_engine(nb::module_& m) {
                    [](Engine& engine) {
                      return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&engine));
                    })
-      .def("kick", &Engine::kick, nb::call_guard<nb::gil_scoped_release>())
-      .def("cancel", &Engine::cancel, nb::arg("token"))
+      .def("kick", &Engine::start, nb::call_guard<nb::gil_scoped_release>())
+      .def("cancel", &Engine::cancel_one, nb::arg("token"))
       .def("replace_target",
            [](Engine& engine, size_t index, int slab_fd, int table_fd, int log_fd) {
              engine.replace_target(index, {slab_fd, table_fd, log_fd});

@@ -120,11 +120,11 @@ void Engine::attach(uint16_t owner, size_t target, const ForeignSlab& files) {
 
 void Engine::detach(uint16_t owner, size_t target) { targets_.at(target)->detach(owner); }
 
-void Engine::kick() {
+void Engine::start() {
   for (const auto& target : targets_) target->kick();
 }
 
-bool Engine::cancel(uint64_t token) {
+bool Engine::cancel_one(uint64_t token) {
   return std::ranges::any_of(targets_, [&](const auto& target) { return target->cancel(token); });
 }
 

@@ -61,8 +61,6 @@ class Engine : public NativeLanes {
   ~Engine() override { close({}); }
 
   LaneRoom room() const override;
-  void kick();
-  bool cancel(uint64_t token);
   // Use these files for later operations. The previous ones must stay open until earlier operations
   // end.
   void replace_target(size_t index, Target target);
@@ -74,8 +72,8 @@ class Engine : public NativeLanes {
   int fd() const { return completions_->fd(); }
   // -- NativeLanes
   void take(const LaneOp& op) override;
-  void start() override { kick(); }
-  bool cancel_one(uint64_t token) override { return cancel(token); }
+  void start() override;
+  bool cancel_one(uint64_t token) override;
   bool sum(uint64_t number, uint64_t address, size_t bytes) override;
   void forget(uint64_t number) override { checksums_.forget(number); }
   void summed(std::vector<Summed>& sums) override { checksums_.take(sums); }
