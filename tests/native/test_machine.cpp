@@ -274,7 +274,8 @@ class Lanes final : public NativeLanes {
     size_t same = 0;
     for (const auto& [token, other] : ops) {
       const bool other_writes = other.op.urgency == Urgency::WRITE;
-      // Several writes may read one slot at the same time, even beside an abandoned write.
+      // Several writes may read one slot at the same time, even while an abandoned write still
+      // runs.
       if (!(is_write && other_writes)) CHECK(other.op.address != op.address);
       const bool same_target = target_of(other.op.place) == target_of(op.place);
       same += same_target && other.holds_place() && other_writes == is_write;

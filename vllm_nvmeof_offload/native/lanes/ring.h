@@ -35,7 +35,7 @@ class Ring {
   // Prepare a read or write of a slab. Its completion returns `tag`, which must not be null.
   virtual void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
                        void* tag) = 0;
-  // Abandon an operation. It still completes, once the kernel has finished with it.
+  // Abandon an operation. It still completes, when the kernel has finished with it.
   virtual void abandon(void* /*tag*/) {}
   // Request one completion, with a null tag, for when `wake_fd` becomes readable.
   virtual void arm(int wake_fd) = 0;
@@ -64,7 +64,7 @@ class Uring final : public Ring {
 
   int fd() const { return ring_.ring_fd; }
   void enable() override;
-  // Register this slab, the cheapest to read and write, instead of the previous one.
+  // Register this slab instead of the previous one, so that operations on it become cheaper.
   void use(int slab_fd) override;
   void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
                void* tag) override;

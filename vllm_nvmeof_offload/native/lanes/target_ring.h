@@ -119,7 +119,7 @@ class TargetRing {
   // Cancel an operation. Returns false if it is unknown, or keeps running but gets no table entry.
   bool cancel(uint64_t token);
   void note(const LogRecord& record);
-  // Cancel operations that have not started. The threads end once the kernel has returned the rest.
+  // Cancel operations that have not started. The threads end when the kernel has returned the rest.
   void close();
   bool wait_ended(std::chrono::nanoseconds timeout);
 
@@ -144,7 +144,7 @@ class TargetRing {
     unsigned pieces_in_flight = 0;
     unsigned unchecked = 0;  // pieces of a read that have arrived but are not in `crc` yet
     uint32_t crc = 0;        // CRC of the payload without the unchecked pieces
-    HeaderProof header;      // valid once the first piece has been checked
+    HeaderProof header;      // valid after the first piece was checked
     bool sealed = false;
     bool failed = false;
     int error = 0;  // after a failure: the errno, or 0 if a transfer made no progress
@@ -155,7 +155,7 @@ class TargetRing {
     unsigned retries;
   };
   TargetRing(const EngineSetup& setup, size_t index, std::shared_ptr<CompletionQueue> completions);
-  // Set by the ring's thread once it knows whether the kernel allows it to use the ring.
+  // Set by the ring's thread when it knows whether the kernel allows it to use the ring.
   struct Started {
     std::atomic<bool> known{false};
     std::exception_ptr failure;

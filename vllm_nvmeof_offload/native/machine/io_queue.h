@@ -11,7 +11,7 @@
 // Operations for an unusable target fail at once. Waiting operations also fail if the lane accepts
 // none of their kind for that time limit.
 //
-// A reset writes a target's superblock once no write to the target is awaited, and later writes
+// A reset writes a target's superblock when no write to the target is awaited, and later writes
 // wait for its outcome. Reads and writes use their target's stamp at the hand-over. From the start
 // of a reset until the target is known to have the superblock (after an OK, however late, or a
 // reattachment, which writes it), that stamp has an epoch that no superblock names.
@@ -190,8 +190,8 @@ class IoQueue {
   void promote(Task& task, uint64_t load);
   // Cancel a task. Returns true if it was still queued; otherwise its completion will follow.
   bool cancel(Task& task);
-  // Make reads from this engine wait for its files, for at most a read's deadline, as they do
-  // before the first call. asked: the task of the op that requests the files, or null.
+  // Make reads from this engine wait for its files, for at most a read's deadline. Before the first
+  // call, they also wait. asked: the task of the op that requests the files, or null.
   void await_files(uint16_t owner, Task* asked);
   // Record that the lanes have the engine's files or, if `error` is an errno, could not get them;
   // reads then fail with ENOENT until `await_files`. Returns false if nothing awaits the files.

@@ -33,12 +33,12 @@
 // `choose_lane` (lanes.h) chooses the lane when the chunk gets its stream slot. If the peer fails
 // in any way, this server reads the chunk itself, within the original deadline and with the usual
 // retry. It uses another stream slot if the peer may still write into the first. A chunk for a
-// cache slot is pulled into a stream slot and copied once it is verified, so that no late pull can
-// write into a cache slot.
+// cache slot is pulled into a stream slot and copied after its verification, so that no late pull
+// can write into a cache slot.
 //
 // Conversely, this rank reads chunks for peers, from its own targets into serve slots, which follow
 // the stream slots in memory. These reads yield to the loads of this rank, appear in no report, and
-// end once nothing uses their slots.
+// end when nothing uses their slots.
 #pragma once
 
 #include <map>
@@ -145,12 +145,12 @@ class Machine {
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 
-  // -- commands. They throw BrokenRule on a programming error. fence: the one that the copies of a
-  // store or load wait for, or 0. Fences are numbered in the order in which they pass.
+  // -- commands. They throw BrokenRule on a programming error. fence: the fence that the copies of
+  // a store or load wait for, or 0. Fences are numbered in the order in which they pass.
   void begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
              const Pieces& pieces, uint64_t fence = 0);
   // Cancel queued writes and write each target's superblock; see `IoQueue::begin_reset`. The op's
-  // row is OK once the first superblock is written: the next start then voids the chunks on all
+  // row is OK when the first superblock is written: the next start then voids the chunks on all
   // targets. If none can be written, the row fails with the last outcome.
   void reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
   // Cancel rows of an op, or all if `rows` is null; they are still reported, and running DMA

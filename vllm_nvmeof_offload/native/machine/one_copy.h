@@ -103,11 +103,11 @@ class SetMemory {
 //
 // The member that a row names, its holder, processes the row. The others do nothing for a store or
 // write. For a read into a cache slot, they wait for the fill word of the holder's slot; for a read
-// through a stream slot, for the holder's announcement. Such a row is announced once, with its slot
+// through a stream slot, for the holder's announcement. The row is announced once, with its slot
 // or as failed. Each other member releases the announcement once, even if it has given up the row.
 //
 // A wait has no deadline, because the holder may have much to read first; it fails hanging reads
-// itself. Instead, tasks that wait for a member fail with DEADLINE once it has made no progress for
+// itself. Instead, tasks that wait for a member fail with DEADLINE when it has made no progress for
 // the length of a read's deadline.
 
 struct SetOptions {

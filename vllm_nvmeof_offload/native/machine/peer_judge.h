@@ -112,7 +112,7 @@ class PeerJudge {
     unsigned losses = 0;                          // losses since its last rest
     std::array<int64_t, kLostMax - 1> lost_ns{};  // the times of the last losses
   };
-  // A load's progress on one of our targets: what the target has read, and what peers read for it.
+  // A load's progress on one of our targets, with the peers' reads for that target.
   struct Target {
     int64_t own_ns;  // its last own read for the load; initially, when a peer got the first chunk
     uint64_t own_bytes;  // all bytes that it had read by then, for any purpose

@@ -42,7 +42,7 @@ struct Task {
   uint32_t index = 0;
   int32_t stream = -1;  // the stream slot, -1 if none, or kLands
   SlotContent content;
-  int32_t cache = -1;  // the cache slot, or -1 if the task goes through a stream slot
+  int32_t cache = -1;  // the cache slot, or -1 if the task uses a stream slot
   // For a row that another rank of the set processes: the index of the task among those that wait
   // for that rank's fills or, without a cache slot, of the announcement of the slot to copy.
   int32_t at_holder = -1;

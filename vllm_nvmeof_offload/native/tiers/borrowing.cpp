@@ -106,8 +106,8 @@ void Tiers::want_or_dedupe(Row row) {
     want(static_cast<Slot>(index[row].cache));
 }
 
-// Queue the write of a chunk that was left to another engine, if no live engine has it any more.
-// No event reports such a loss, so this is checked whenever the chunk is used.
+// Queue the write of a chunk that was left to another engine, if no live engine has it now. No
+// event reports this, so it is checked whenever the chunk is used.
 void Tiers::want_if_lost(Row row) {
   Entry& entry = index[row];
   if (entry.state != State::CACHED || !options_.writes) return;

@@ -303,7 +303,7 @@ class Slots {
     return true;
   }
 
-  // Return whether the row suits the part: it is whole, or divided for as many members.
+  // Return whether the row suits the part: it is whole, or divided for the same set size.
   bool can_divide(Slot row, const Part& part) const {
     if (part.whole() || row >= capacity() || !parts.set_size(row)) return true;
     return parts.set_size(row) == part.set_size;
@@ -414,7 +414,7 @@ class Slots {
   Slot used_ = 0;  // slots with users
 };
 
-// A session as it is kept on disk (`pool/format.py`), followed there by its chunks' generations.
+// A session as stored on disk before the generations of all sessions' chunks (`pool/format.py`).
 #pragma pack(push, 1)
 struct SavedSession {
   uint64_t id;

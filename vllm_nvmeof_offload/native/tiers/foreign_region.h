@@ -24,7 +24,7 @@ class ForeignRegion {
     uint32_t id;
     uint32_t set_size;  // ranks that share single copies; if 1, single copies are not offered
   };
-  // owner: the engine's number. target: ours that holds the region. rank: the region's writer.
+  // owner: the engine's number. target: our target with the region. rank: the region's writer.
   struct Home {
     uint32_t owner, target, rank;
   };

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Chunks that are kept in the CPU tier, or fetched into it, for waiting requests.
-// manager/hold_and_prefetch.py chooses the requests, and limits what each kind of request may hold.
+// manager/hold_and_prefetch.py chooses the requests, and limits the chunks held by each kind of
+// request.
 //
 // A hold is an additional user of the chunk's cache slot, which prevents its eviction. All requests
 // that want a chunk share one hold.

@@ -197,7 +197,7 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
     if (ended) entry.flags |= Entry::kCredited;
     if (entry.cache != kNoSlot) {
       const auto slot = static_cast<Slot>(entry.cache);
-      if (unkept_ && stays_[slot] == Stay::SUPERSEDED) continue;  // such a chunk is in no pool
+      if (unkept_ && stays_[slot] == Stay::SUPERSEDED) continue;  // its chunk is in no pool
       recency_.use(cache[slot], uses_, credit);
       home(slot).touch(slot);
     }
@@ -910,11 +910,11 @@ void Tiers::settle(Row row) {
 }
 
 void Tiers::evict(Row row, Event event) {
+  // Another copy would stay as evictable as it was.
   if (on(row, event) == State::ABSENT) forget(row, false);
-  // otherwise its other copy stays as evictable as it was
 }
 
-// Make the key miss at once. The entry's slots are freed once their last users release them.
+// Make the key miss at once. The entry's slots are freed when their last users release them.
 void Tiers::doom(Row row, bool retire) {
   if (mutant("doomed_entry_still_hits")) return;
   on(row, Event::DOOM);

@@ -62,7 +62,7 @@ inline constexpr size_t kSources = 4;
 // The tiers that a look-up may hit. Another engine's chunks count as chunks of the pool.
 inline constexpr uint8_t kFromCpu = 1, kFromPool = 2;
 
-// A chunk that other engines have dropped is written once this many requests have used it.
+// A chunk that other engines have dropped is written after this many requests have used it.
 inline constexpr uint32_t kUsesMin = 2;
 
 // The distance at which a loop over keys or rows prefetches memory.
@@ -76,7 +76,7 @@ inline constexpr size_t kFetchReasons = 3;
 
 // The decision on a key offered for storing, as in the column `wanted`.
 enum class Store : uint8_t { NOT, KEPT, PROVISIONALLY };
-// The status of a cache slot's chunk. A provisional chunk is not written. Once a later boundary is
+// The status of a cache slot's chunk. A provisional chunk is not written. When a later boundary is
 // stored, the chunk is superseded and will be evicted next.
 enum class Stay : uint8_t { KEPT, PROVISIONAL, SUPERSEDED };
 
@@ -184,7 +184,7 @@ struct Options {
   uint32_t equal_min = 8;           // equal samples of a group required for single copies
   uint32_t sample_every = 1024;     // after that, every rank stores one chunk in this many
   uint64_t credit = 0;              // the CPU tier's credit for `Recency`, in uses
-  double retain_share = 0;          // of each tier's slots, what one client may retain
+  double retain_share = 0;          // the share of each tier's slots that one client may retain
   bool writes = true;               // whether chunks are written to the pool
   bool demotes = false;             // whether they are written on eviction, not when stored
   bool logs_moves = false;
@@ -257,7 +257,7 @@ class Tiers {
   // Tokens that no chunk covers, because it was evicted or outside of a window, are not counted.
   std::array<int64_t, 3> tokens_by_source(const LoadRows& rows, int64_t first, int64_t last) const;
   void supersede(Keys keys);
-  // Keep these keys' entries, and write them like any others.
+  // Make these keys' entries KEPT, so that they are written like any others.
   void keep(Keys keys);
   // Make these chunks the next to be evicted from the CPU tier, last key first, except chunks used
   // by more than one request or waiting for write-through. Without a pool, nothing changes.
@@ -332,8 +332,8 @@ class Tiers {
   // Return the slot to write next. In write-through mode this is the oldest, under any policy.
   Slot next_to_write() { return options_.demotes ? unwritten->peek() : arrivals_.first(); }
   // Return whether a chunk that waits to be written may be evicted: never for a read, and for a
-  // store only if no target accepts writes. Otherwise the store is refused: a prefix is useless
-  // behind a hole.
+  // store only if no target accepts writes. Otherwise the store is refused, because a
+  // prefix is useless after a missing chunk.
   bool may_lose(bool is_read) const;
 
   // Return the rows of the keys, valid until the next call.
