@@ -33,7 +33,6 @@ nb::bytes bytes_of(const std::array<uint8_t, kSize>& array) {
   return nb::bytes(reinterpret_cast<const char*>(array.data()), kSize);
 }
 
-// Return the tag, or zeros if `bytes` is empty.
 std::array<uint8_t, kTagBytes> tag_of(const nb::bytes& bytes) {
   return bytes.size() ? exactly<kTagBytes>(bytes) : std::array<uint8_t, kTagBytes>{};
 }

@@ -183,7 +183,6 @@ Stored plan_store(Tiers& tiers, PyKeys keys, std::optional<Column<uint8_t>> want
   return {std::move(plan.batch), plan.absent, std::move(plan.refused), generation};
 }
 
-// Return the tokens from the CPU tier, from our pool, and from other engines' pools.
 std::tuple<int64_t, int64_t, int64_t> tokens_by_source(const Tiers& tiers, const ChunkBatch& batch,
                                                        int64_t first, int64_t last,
                                                        std::optional<Column<int64_t>> ends) {

@@ -93,7 +93,6 @@ struct JobBlocks {
   std::span<const uint8_t> groups;
 };
 
-// The layout of one rank's KV cache, by group.
 class CacheGeometry {
  public:
   explicit CacheGeometry(std::vector<Geometry> groups) : groups_(std::move(groups)) {}

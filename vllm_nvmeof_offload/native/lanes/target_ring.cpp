@@ -409,7 +409,6 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
   }
 }
 
-// Check the longest-waiting piece. Return whether there was one.
 bool TargetRing::check_one() {
   Piece* piece;
   bool wanted;

@@ -123,7 +123,6 @@ struct Memory {
 
 uint32_t crc32c(const void* data, size_t bytes);
 
-// A variant of `crc32c` with its own way of prefetching memory.
 struct CrcVariant {
   const char* name;
   uint32_t (*crc)(const void*, size_t);
@@ -187,7 +186,6 @@ std::array<std::byte, kEntryBytes> encode_entry(const SlotPlace& place, const Id
 
 LogRecord put_record(uint32_t slot, const Identity& identity, uint32_t epoch, bool single_copy);
 
-// Return the expected CRC of a slot's table entry `entry` (64 bytes).
 uint32_t entry_crc(const std::byte* entry, uint64_t slot);
 
 // Completions for the caller, with an eventfd that is readable while some are waiting.

@@ -29,7 +29,6 @@ class SlotGates {
   // the content of the last fill queued before it. `read` must not follow a stale grant.
   void ask(Task& task, Grants& grants);
   std::vector<Task*> fillers(int32_t slot) const;
-  // Remove a waiting task. Returns false if it is not waiting.
   bool withdraw(Task& task, Grants& grants);
   // Return whether a task is waiting to read the content that is being filled in.
   bool awaited(int32_t slot) const;
@@ -38,7 +37,6 @@ class SlotGates {
   void filled(int32_t slot, bool ok, Grants& grants, int64_t crc = -1);
   // Give up a failed fill that the kernel holds. Its readers become stale; `filled` must follow.
   void abandon(int32_t slot, Grants& grants);
-  // End the fill, after which its task is a reader.
   void filled_and_read(int32_t slot, Grants& grants);
   void read(int32_t slot, Grants& grants);
   bool idle() const { return gates_.empty() && readers_in_all_ == 0; }

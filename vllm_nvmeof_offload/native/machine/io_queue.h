@@ -197,7 +197,6 @@ class IoQueue {
   // reads then fail with ENOENT until `await_files`. Returns false if nothing awaits the files.
   bool attached(uint16_t owner, int error);
   void detach(uint16_t owner) { set_files(owner, Files::NONE, Outcome::IO_ERROR, ENOENT); }
-  // Return how many reads of this engine's region on this target are in lanes.
   size_t foreign_reads(uint16_t owner, size_t target) const;
   // Let the task's peer read the chunk into the task's stream slot. The peer's lane must have room.
   void give_to_peer(Task& task);
@@ -205,7 +204,6 @@ class IoQueue {
   void start_peers() {
     if (peer_lanes_) peer_lanes_->start();
   }
-  // Remove all queued writes, because a reset voids them.
   std::vector<Task*> take_queued_writes();
 
   void set_target(size_t target, bool usable, uint32_t attachment);
@@ -256,7 +254,6 @@ class IoQueue {
   bool busy() const;
   const Stamp& stamp(size_t target) const { return targets_[target].stamp; }
   size_t waiting(Urgency urgency);
-  // Return the number of reads in flight at targets, not peers.
   size_t reads_in_flight() const {
     return in_flight_.size() - writes_in_flight_ - peers_in_flight_;
   }

@@ -681,7 +681,6 @@ void Machine::copied(uint64_t number, Outcome code, int error, std::span<const i
   if (set_) set_->count_progress();
 }
 
-// Return the outcome of a successful copy. crc: the CRC of the copied bytes.
 Outcome Machine::checked(const Task& task, int64_t crc) const {
   if (task.is_proven || mutant("a_job_finishes_before_its_checks")) return Outcome::OK;
   require(crc >= 0, "an unchecked chunk is copied");
@@ -1014,7 +1013,6 @@ void Machine::set_event(const SetEvent& event) {
   }
 }
 
-// Publish the state of this rank's cache slot to the other ranks.
 void Machine::note_fill(const Task& task, FillState state) {
   if (!set_) return;
   if (task.holder != kEveryMember)

@@ -139,7 +139,6 @@ class SetMember {
   // Return the rank of `member` (from a place or cache slot) in this rank's set for the group.
   uint8_t holder(uint8_t group, uint32_t member) const;
   bool holds(const Task& task) const { return task.holder == options_.member; }
-  // Return the address of the holder's slot from which the task copies.
   uint64_t address(const Task& task, size_t slot_bytes) const;
 
   // Record a row that fills its holder's cache slot. All ranks record these rows in the same order.
@@ -169,7 +168,6 @@ class SetMember {
   int64_t next_deadline_ns() const;
   // Block until there is an event, one of the files is readable, or `time_ns` has passed.
   void sleep(const std::vector<int>& fds, int64_t now_ns, int64_t time_ns);
-  // Announce that this member is leaving, so that the others do not wait for it.
   void leave() { memory_.leave(options_.member); }
 
  private:

@@ -57,7 +57,6 @@ class PeerJudge {
     load.targets[task.target].is_helped = true;
   }
 
-  // Record that the task's peer failed, so that this server reads the chunk.
   void failed(const Task& task) {
     if (mutant("a_chunk_that_comes_home_is_nobodys")) return;
     if (Load* const load = find(task)) load->failed = task.peer;

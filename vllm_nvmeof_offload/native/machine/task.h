@@ -143,7 +143,6 @@ class FairQueue {
   size_t held() const { return held_; }
   // Queue a task after its job's other tasks or, if `front`, as if it had waited longest of all.
   void push(Task& task, bool front = false);
-  // Remove a task. Returns false if it does not wait here.
   bool remove(Task& task);
   Task* peek();
   Task* take();

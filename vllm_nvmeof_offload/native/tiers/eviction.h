@@ -486,7 +486,6 @@ class Sessions {
     return true;
   }
 
-  // Return a session that has expired at this second, or kNone.
   uint32_t due(uint32_t now) {
     now_ = std::max(now_, now);
     if (mutant("a_session_never_expires")) return kNone;
@@ -575,7 +574,6 @@ class Sessions {
     sessions_[one].last = std::exchange(free_, one);
   }
 
-  // Record that the row's entry is about to be removed.
   void forget(Row row) {
     if (retains(row)) {
       rows_[row].sessions = 0;

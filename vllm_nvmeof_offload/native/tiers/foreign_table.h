@@ -70,7 +70,6 @@ class ForeignTable {
   int64_t scanned_ns() const {
     return static_cast<int64_t>(word(kScannedAt).load(std::memory_order_relaxed));
   }
-  // Return how often a log was overwritten or damaged before it was read.
   uint64_t log_overruns() const { return word(kOverrunsAt).load(std::memory_order_relaxed); }
   uint64_t version_asked() const { return word(kAskedAt).load(std::memory_order_acquire); }
   // Return the last version that was requested with `Since::EVER`, or 0.

@@ -59,7 +59,6 @@ class Holds {
   void probe(const char* key);
   // Release everything that the request holds. Appends the fetches to cancel to `cancels`.
   void leave(Wanted& wanted, std::vector<Cancel>& cancels);
-  // Record that these fetches are sent to the ranks in this op.
   void sent(uint64_t op, const Batch& batch);
   void used(const Batch& load);
   // Record that all ranks have reported on these rows of a fetch. probe: release their holds too.

@@ -97,7 +97,6 @@ class Index {
   void find(std::span<const char* const> keys, std::vector<Row>& rows) const;
   // Add a row, without slots and in state ABSENT, for a key that has none.
   Row add(const char* key, uint64_t generation);
-  // Remove the row: its key then misses, and another key may get the row.
   void remove(Row row);
   // Return whether the row is still the entry of this generation.
   bool holds(Row row, uint64_t generation) const {

@@ -60,7 +60,6 @@ class SlotParts {
     for (uint32_t member = set_size; member-- > 0;) link(part(row, member));
   }
 
-  // Take a free part. Returns kNone if there is none.
   Slot take(const Part& wanted) {
     const bool any = wanted.member == Part::kAnyMember;
     for (uint32_t tried = 0; tried < (any ? wanted.set_size : 1); ++tried) {

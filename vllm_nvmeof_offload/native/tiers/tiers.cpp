@@ -359,7 +359,6 @@ StorePlan Tiers::plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t
     held.clear();
   };
   plan.batch.reserve(fresh.size(), index.key_bytes());
-  // Other engines' rows by key, or empty if there are none.
   const std::vector<ForeignRow>& elsewhere = foreign_rows(keys, before, From::LIVING);
   const bool may_leave = !elsewhere.empty() && !mutant("a_duplicate_is_written");
   std::vector<uint32_t> by;  // the sort values of the batch's rows

@@ -21,8 +21,7 @@
 
 namespace nvmeof {
 
-// The evidence, for one group, that the ranks of each set have equal bytes. All ranks store some
-// chunks as samples and report their checksums.
+// The evidence, from samples stored by all ranks, that a set's ranks have equal bytes of a group.
 struct Trust {
   explicit Trust(uint32_t members) : set_size(members) {}
 
@@ -32,7 +31,6 @@ struct Trust {
   uint64_t stored = 0;  // chunks stored since `equal` was high enough
 };
 
-// The checksums that ranks have reported so far for a store's rows.
 class Samples {
  public:
   enum class Seen : uint8_t { SOME, ALL_EQUAL, DIFFERENT };
@@ -195,7 +193,6 @@ struct Options {
   Foreign* foreign = nullptr;     // other engines' chunks, or null if nothing is shared
 };
 
-// The pool's slots on one target, and the writes to it.
 struct Target {
   Target(Slot count, uint32_t set_size);
 
@@ -277,7 +274,6 @@ class Tiers {
   // Plan the writes that the policy wants and the bound allows; `take_writes` returns them.
   void drain();
   Batch take_writes();
-  // Prefetch the memory of a chunk's slots; its row must have been prefetched.
   void warm_slots(const char* key) const {
     if (const Row row = index.find(key); row != kNoRow) warm_slots(index[row]);
   }
