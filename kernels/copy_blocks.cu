@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Copies many pieces between GPU memory and pinned host memory, if they are too small for the copy
 // engines. NVRTC compiles this at run time, without includes. No thread waits for another, and no
-// two pieces overlap. `copy_blocks_reference` defines the result; `copy_blocks` runs.
+// two pieces overlap. `copy_blocks_reference` defines the result; `copy_blocks` is the one in use.
 
 typedef unsigned long long u64;
 

@@ -5,7 +5,7 @@
 // Without its initial and final inversions, a CRC is linear: the CRC of a part is the XOR of the
 // CRCs of each lane's bytes, with zeros in place of the other lanes' bytes. Each lane writes one
 // word per part, out[32 * part + lane], and the host computes the XOR of the 32 words.
-// `crc_blocks_reference` defines the result; `crc_blocks` runs.
+// `crc_blocks_reference` defines the result; `crc_blocks` is the one in use.
 
 typedef unsigned long long u64;
 

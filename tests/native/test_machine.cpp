@@ -7,8 +7,8 @@
 // - An operation has its group's payload size. A store's row without its blocks is STALE.
 // - No operation is awaited beyond its deadline, even after a retry.
 // - No other operation uses the buffer of a read.
-// - A target's superblock waits for its writes, and later writes wait for the superblock. They have
-//   its epoch only if it was written.
+// - A target's superblock waits for its writes, and later writes wait for the superblock. Later
+//   writes have its epoch only if it was written.
 // - No slot leaks, and loads do not wait for hanging slots.
 // - Another engine's region is read only while its files are attached.
 // - A peer gets at most its credits and half of the time until a deadline. It writes only into

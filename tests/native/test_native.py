@@ -26,7 +26,7 @@ def build(sanitize: str, program: str) -> Path:
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert cmake is not None, "cmake is one of the development dependencies"
     options = ["-DNVMEOF_NATIVE_TESTS=ON", f"-DSANITIZE={sanitize}", "-DCMAKE_BUILD_TYPE=None"]
-    # No -DNDEBUG, for the assertions. Optimization would add more compile time than it saves.
+    # Assertions are on. Optimization would add more compile time than it saves.
     flags = "-DCMAKE_CXX_FLAGS=-O0"
     if cache := shutil.which("ccache"):
         options.append(f"-DCMAKE_CXX_COMPILER_LAUNCHER={cache}")

@@ -122,7 +122,7 @@ class World {
     return found;
   }
 
-  // Return an order of rows, half of the time empty.
+  // Return a random order of rows or, half of the time, an empty one.
   std::vector<uint32_t> order(size_t count) {
     std::vector<uint32_t> made(chance(50) ? count : 0);
     std::iota(made.begin(), made.end(), 0u);

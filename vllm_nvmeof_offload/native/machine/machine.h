@@ -80,8 +80,8 @@ struct Columns {
   std::span<const uint32_t> clients;  // in a write, as in `LaneOp`; empty if unknown
 };
 
-// The pieces of a store or load. rows: KV cache address, offset in the payload, and size per piece.
-// first: each row's first index, followed by the number of pieces.
+// The pieces of a store or load. rows: per piece, the KV cache address, offset in the payload, and
+// size. first: each row's first index, followed by the number of pieces.
 struct Pieces {
   std::span<const uint64_t> rows;
   std::span<const uint32_t> first;
@@ -105,8 +105,8 @@ struct CopyBatch {
   std::vector<uint8_t> sampled;
 };
 
-// Chunks that peers have read, to be copied into their cache slots. rows: addresses of cache slot
-// and stream slot, and size per chunk.
+// Chunks that peers have read, to be copied into their cache slots. rows: per chunk, the addresses
+// of cache slot and stream slot, and the size.
 struct LandingBatch {
   uint64_t number = 0;
   std::vector<uint64_t> rows;
