@@ -122,7 +122,7 @@ def test_blocks_are_cut_at_chunk_boundaries() -> None:
         [1, 2, 3, 4],
         [5, 6, 7, 8],
     ]
-    with pytest.raises(AssertionError, match="9 blocks over 2 chunks"):
+    with pytest.raises(AssertionError, match="9 blocks do not match 2 chunks"):
         geometry.split(blocks, 0, 2)
 
 
@@ -145,7 +145,7 @@ def test_many_chunks_in_one_call_equal_single_calls(
     alone = [geometry.pieces(part, 0 if i else skip) for i, part in enumerate(parts)]
     assert together.first.tolist() == Pieces.of(alone).first.tolist()
     assert together.rows.tolist() == Pieces.of(alone).rows.tolist()
-    with pytest.raises(AssertionError, match=f"{count} blocks over {chunks + 1} chunks"):
+    with pytest.raises(AssertionError, match=f"{count} blocks do not match {chunks + 1} chunks"):
         geometry.pieces_by_chunk(blocks, skip, chunks + 1)
 
 
@@ -207,9 +207,9 @@ def test_a_load_may_begin_and_end_inside_a_chunk_of_each_group() -> None:
     pieces = geometry.loaded(blocks)
     assert pieces.first.tolist() == [0, 2, 5, 6]
     assert pieces.rows[:, 1].tolist() == [128, 192, 0, 64, 128, 0]
-    with pytest.raises(AssertionError, match="5 blocks over 3 chunks"):
+    with pytest.raises(AssertionError, match="5 blocks do not match 3 chunks"):
         geometry.loaded(_blocks([1, 2, 3, 4, 5], [5, 0, 0], [6, 0, 0], [3, 0, 0]))
-    with pytest.raises(AssertionError, match="1 blocks of a group without chunks"):
+    with pytest.raises(AssertionError, match="1 blocks belong to a group without chunks"):
         geometry.loaded(_blocks([1], [0, 0, 1], [0, 0, 0], [0, 0, 0]))
 
 

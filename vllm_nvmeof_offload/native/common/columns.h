@@ -37,7 +37,7 @@ class HugeColumn {
   const T* data() const { return items_.get(); }
   T& operator[](size_t at) { return items_.get()[at]; }
   const T& at(size_t at) const {  // throws std::out_of_range
-    return at < size() ? (*this)[at] : throw std::out_of_range("beyond the column's end");
+    return at < size() ? (*this)[at] : throw std::out_of_range("a column has no such item");
   }
   const T& operator[](size_t at) const { return items_.get()[at]; }
 
@@ -122,7 +122,7 @@ class SmallColumn {
   T& operator[](size_t row) { return data_[row]; }
   const T& operator[](size_t row) const { return data_[row]; }
   const T& at(size_t row) const {
-    if (row >= size_) throw std::out_of_range("no such row");
+    if (row >= size_) throw std::out_of_range("a column has no such row");
     return data_[row];
   }
 

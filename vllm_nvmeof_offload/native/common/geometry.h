@@ -35,16 +35,16 @@ class Geometry {
   // at position `first` of the first chunk.
   void pieces(std::span<const int32_t> blocks, size_t first, size_t chunks,
               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
-    require(first < blocks_per_chunk_, "a position beyond the chunk");
+    require(first < blocks_per_chunk_, "a position is beyond the chunk");
     if ((first + blocks.size() + blocks_per_chunk_ - 1) / blocks_per_chunk_ != chunks)
-      throw BrokenRule(std::to_string(blocks.size()) + " blocks over " + std::to_string(chunks) +
-                       " chunks");
+      throw BrokenRule(std::to_string(blocks.size()) + " blocks do not match " +
+                       std::to_string(chunks) + " chunks");
     rows.reserve(rows.size() + 3 * blocks.size() * tensors_.size());
     firsts.reserve(firsts.size() + chunks + 1);
     if (firsts.empty()) firsts.push_back(0);
     size_t position = first;
     for (const int32_t block : blocks) {
-      require(block >= 0 && static_cast<uint64_t>(block) < block_count_, "an unknown block");
+      require(block >= 0 && static_cast<uint64_t>(block) < block_count_, "a block is out of range");
       if (position == blocks_per_chunk_) {
         position = 0;
         firsts.push_back(static_cast<uint32_t>(rows.size() / 3));
@@ -64,7 +64,7 @@ class Geometry {
   // they precede the first block. Otherwise any chunk may lack blocks, so no chunk gets pieces.
   void pieces_of_whole_chunks(std::span<const int32_t> blocks, size_t first, size_t chunks,
                               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
-    require(blocks.size() <= chunks * blocks_per_chunk_, "more blocks than the chunks hold");
+    require(blocks.size() <= chunks * blocks_per_chunk_, "there are too many blocks");
     const size_t missing = chunks * blocks_per_chunk_ - blocks.size();
     if (missing == 0) {
       pieces(blocks, 0, chunks, rows, firsts);
@@ -101,7 +101,7 @@ class CacheGeometry {
   void pieces(const JobBlocks& job, bool is_store, std::vector<uint64_t>& rows,
               std::vector<uint32_t>& firsts) const {
     require(job.sizes.size() == groups_.size() && job.firsts.size() == groups_.size(),
-            "blocks for another number of groups");
+            "the blocks' columns and the groups differ in number");
     require(std::ranges::is_sorted(job.groups), "the chunks are not sorted by group");
     size_t at = 0, row = 0;
     for (size_t group = 0; group < groups_.size(); ++group) {
@@ -109,16 +109,16 @@ class CacheGeometry {
       const size_t size = job.sizes[group], first = job.firsts[group] % geometry.blocks_per_chunk();
       size_t chunks = 0;
       for (; row < job.groups.size() && job.groups[row] == group; ++row) ++chunks;
-      require(at + size <= job.ids.size(), "fewer blocks than the groups need");
+      require(at + size <= job.ids.size(), "there are fewer blocks than the groups need");
       const auto ids = job.ids.subspan(at, size);
       at += size;
       if (!chunks && size)
-        throw BrokenRule(std::to_string(size) + " blocks of a group without chunks");
+        throw BrokenRule(std::to_string(size) + " blocks belong to a group without chunks");
       if (chunks && is_store) geometry.pieces_of_whole_chunks(ids, first, chunks, rows, firsts);
       if (chunks && !is_store) geometry.pieces(ids, first, chunks, rows, firsts);
     }
-    require(row == job.groups.size(), "a chunk of an unknown group");
-    require(at == job.ids.size(), "more blocks than the groups need");
+    require(row == job.groups.size(), "a chunk names an unknown group");
+    require(at == job.ids.size(), "there are more blocks than the groups need");
     if (firsts.empty()) firsts.push_back(0);
   }
 

@@ -60,7 +60,7 @@ bool SlotGates::awaited(int32_t slot) const {
 
 void SlotGates::filled(int32_t slot, bool ok, Grants& grants, int64_t crc) {
   Gate& gate = gates_.at(slot);
-  require(gate.filler != nullptr, "a fill that has not begun ends");
+  require(gate.filler != nullptr, "a fill ends before it begins");
   const bool holds = ok && !gate.abandoned;
   held_[slot] = holds ? gate.filling : SlotContent{};
   crcs_[slot] = holds ? crc : -1;

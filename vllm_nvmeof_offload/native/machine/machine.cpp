@@ -28,7 +28,7 @@ Machine::Machine(const MachineOptions& options, NativeLanes& lanes, int64_t now_
       judge_(options.io.peers) {
   const size_t peers = options.io.peers;
   require(options.io.targets + peers < Task::kCameHome && peers <= 64, "too many lanes");
-  require(!peers || peer_lanes, "peers without lanes");
+  require(!peers || peer_lanes, "peers have no lanes");
   if (!options.set.memory) return;
   require(options.set.set_sizes.size() == options.io.group_bytes.size(),
           "set sizes and groups differ in number");
@@ -661,7 +661,7 @@ void Machine::copied(uint64_t number, Outcome code, int error, std::span<const i
   const std::vector<Task*> tasks = std::move(found->second);
   copying_.erase(found);
   if (mutant("failed_copy_counts_as_copied")) code = Outcome::OK;
-  require(crcs.empty() || crcs.size() == tasks.size(), "checksums for another number of chunks");
+  require(crcs.empty() || crcs.size() == tasks.size(), "the checksums and chunks differ in number");
   for (size_t at = 0; at < tasks.size(); ++at) {
     Task& task = *tasks[at];
     const int64_t crc = crcs.empty() ? -1 : crcs[at];

@@ -26,7 +26,7 @@ void Tiers::compare(Batch& batch, const Report& report) {
     const bool ok = report.codes.empty() || static_cast<Outcome>(report.codes[k]) == Outcome::OK;
     Trust& trust = trust_[batch.groups[at]];
     if (!ok || trust.set_size == 1 || cache_member(batch.cache[at]) != kEveryMember) continue;
-    require(next < report.crcs.size(), "a sample without its checksum");
+    require(next < report.crcs.size(), "a sample has no checksum");
     Samples::Seen seen =
         batch.samples.add(at, report.crcs[next++], report.rank, trust.set_size, options_.ranks);
     if (mutant("unequal_ranks_are_believed")) seen = Samples::Seen::ALL_EQUAL;
@@ -35,7 +35,7 @@ void Tiers::compare(Batch& batch, const Report& report) {
     trust.ended = true;
     unequal_.push_back(batch.groups[at]);
   }
-  require(next == report.crcs.size(), "more checksums than samples");
+  require(next == report.crcs.size(), "there are more checksums than samples");
 }
 
 bool Tiers::is_single(const Batch& batch, size_t at) const {

@@ -47,7 +47,7 @@ bool Holds::take(Wanted& wanted, size_t chunk, const char* key, Source source, R
     if (this->held(reason) >= bounds.held_max) return false;
     if (source == Source::CPU) {
       if (!has_room()) return false;
-      require(tiers_.hold(key) == row, "a chunk found in a cache slot is in none");
+      require(tiers_.hold(key) == row, "a chunk found in the CPU tier has no cache slot");
       held = &keep(row, reason);
     } else {
       held = fetching_ < bounds.fetching_max ? fetch(key, reason) : nullptr;

@@ -123,7 +123,7 @@ void Index::find(std::span<const char* const> keys, std::vector<Row>& rows) cons
 }
 
 Row Index::add(const char* key, uint64_t generation) {
-  require(!free_.empty() || next_ < capacity_, "more entries than slots");
+  require(!free_.empty() || next_ < capacity_, "there are more entries than slots");
   const uint32_t hash = this->hash(key);
   require(find(key, hash) == kNoRow, "a key already has an entry");
   Row row = next_;
@@ -145,7 +145,7 @@ Row Index::add(const char* key, uint64_t generation) {
 size_t Index::bucket_of(Row row) const {
   size_t at = (*this)[row].hash & mask_;
   while (buckets_[at] != 0 && row_of(buckets_[at]) != row) at = (at + 1) & mask_;
-  require(buckets_[at] != 0, "a row without an entry");
+  require(buckets_[at] != 0, "a row has no entry");
   return at;
 }
 
