@@ -251,7 +251,7 @@ class Tiers {
                   uint32_t client = 0);
   // Return how many of the tokens in [first, last) a load takes from the CPU tier, from our pool,
   // and from other engines' pools. A token with chunks in several of these counts for the last.
-  // Tokens that no chunk covers, because it was evicted or outside of a window, are not counted.
+  // Tokens whose chunks were evicted, or are outside of a window, are not counted.
   std::array<int64_t, 3> tokens_by_source(const LoadRows& rows, int64_t first, int64_t last) const;
   void supersede(Keys keys);
   // Make these keys' entries KEPT, so that they are written like any others.
