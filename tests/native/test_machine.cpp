@@ -22,7 +22,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <map>
-#include <optional>
 #include <random>
 #include <set>
 #include <string>

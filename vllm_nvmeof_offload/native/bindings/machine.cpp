@@ -6,7 +6,6 @@
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
-#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
@@ -15,9 +14,7 @@
 #include <atomic>
 #include <cmath>
 #include <ctime>
-#include <memory>
 #include <optional>
-#include <string>
 #include <tuple>
 #include <utility>
 #include <variant>

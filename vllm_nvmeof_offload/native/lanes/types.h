@@ -16,9 +16,6 @@
 #include <mutex>
 #include <optional>
 #include <span>
-#include <stdexcept>
-#include <string>
-#include <string_view>
 #include <system_error>
 #include <unordered_set>
 #include <utility>

@@ -21,7 +21,6 @@
 // nor as a retry.
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdint>

@@ -5,10 +5,8 @@
 // log records: a PUT replaces the slot's entry, as if a scan had found the new one.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <utility>
 #include <vector>
 
 #include "common/columns.h"

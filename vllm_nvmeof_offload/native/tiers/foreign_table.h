@@ -22,7 +22,6 @@
 #include <cstdint>
 #include <mutex>
 #include <string_view>
-#include <vector>
 
 #include "common/op.h"
 #include "lanes/lanes.h"
