@@ -149,8 +149,7 @@ std::vector<LaneEnd> wait(Engine& engine) {
   return engine.poll();
 }
 
-// Check that the CRCs of any parts of a message, joined in any order, and that of a copy made in
-// parts, equal the message's CRC.
+// Check that joined CRCs of any parts of a message, and that of its copy, equal the message's CRC.
 void test_crc_of_parts(uint64_t seed) {
   std::mt19937_64 dice(seed);
   for (int round = 0; round < 300; ++round) {

@@ -273,8 +273,7 @@ class Lanes final : public NativeLanes {
     size_t same = 0;
     for (const auto& [token, other] : ops) {
       const bool other_writes = other.op.urgency == Urgency::WRITE;
-      // Several writes may read one slot at the same time, even while an abandoned write still
-      // runs.
+      // Several writes may read one slot at the same time, as may an abandoned write.
       if (!(is_write && other_writes)) CHECK(other.op.address != op.address);
       const bool same_target = target_of(other.op.place) == target_of(op.place);
       same += same_target && other.holds_place() && other_writes == is_write;
@@ -640,8 +639,7 @@ class World {
     return crcs;
   }
 
-  // Check that checking copies cover whole unchecked payloads, and that other copies cover none of
-  // them.
+  // Check that checking copies cover whole unchecked payloads, and no other copy covers any.
   void check_proof(const CopyBatch& batch) {
     if (batch.is_store) {
       for (const uint64_t payload : batch.payloads) lanes_.unproven.erase(payload - kHeader);

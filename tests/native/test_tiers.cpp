@@ -327,8 +327,7 @@ class World {
   uint64_t generation_ = 1000;  // unlike other engines' generations, which are below 100
 };
 
-// Check that the coldest chunk of the CPU tier becomes the coldest of the pool, however often it
-// was used before.
+// Check that the coldest chunk of the CPU tier becomes the coldest of the pool despite its uses.
 void test_the_coldest_goes_on_as_such() {
   const Recency cache(100), pool(0);
   SlotRecord cached{}, pooled{};

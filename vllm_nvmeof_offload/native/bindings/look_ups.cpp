@@ -23,8 +23,7 @@ bool is_key(PyObject* key, const Index& index) {
   return PyBytes_Check(key) && static_cast<size_t>(PyBytes_GET_SIZE(key)) == index.key_bytes();
 }
 
-// Prefetches the memory that the next look-ups will read, by following a request's lists of keys up
-// or down. This affects no result.
+// Prefetches memory for the next look-ups by following a request's lists of keys up or down.
 class Ahead {
  public:
   Ahead(const Index& index, const Foreign* foreign) : index_(index), foreign_(foreign) {}
@@ -121,8 +120,7 @@ class LookUps {
         answers_{std::move(miss), hit, hit, hit},
         ahead_(tiers_.index, tiers_.foreign()) {}
 
-  // Begin one request's look-ups, which may hit only in these sources, until `end`. lists: of the
-  // request's keys, for prefetching.
+  // Begin one request's look-ups, which may hit only in these sources. lists: the request's keys.
   void begin(uint8_t sources, const nb::typed<nb::iterable, nb::typed<nb::list, nb::any>>& lists) {
     context_ = {};
     allowed_ = sources;

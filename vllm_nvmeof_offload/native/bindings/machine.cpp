@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings of the worker's machine. Columns are numpy arrays or bytes. Code that runs per
-// chunk runs without the GIL.
+// Python bindings of the worker's machine. Per-chunk code runs without the GIL.
 #include "bindings/bindings.h"
 
 #include <nanobind/ndarray.h>
@@ -44,8 +43,7 @@ LaneEnd lane_end(const PythonEnd& end) {
 // Lanes implemented in Python: for peers, the fault injector and the simulator.
 class PythonLanes final : public NativeLanes {
  public:
-  // room: returns (reads, writes). submit: takes a list of `LaneOp`. cancel: as `cancel_one`. poll:
-  // returns a list of `PythonEnd`.
+  // room: returns (reads, writes). submit: takes `LaneOp`s. poll: returns `PythonEnd`s.
   PythonLanes(nb::object room, nb::object submit, nb::object cancel, nb::object poll)
       : room_(std::move(room)),
         submit_(std::move(submit)),
@@ -321,8 +319,7 @@ PieceColumns cache_pieces(const CacheGeometry& geometry, bool is_store, Ids ids,
   return nb::make_tuple(array(std::move(rows), 3), array(std::move(first)));
 }
 
-// A store or load as (op, is_store, batch, block ids, sizes, firsts); the last three as in
-// `JobBlocks` (copy/geometry.py).
+// A store or load: (op, is_store, batch, block ids, sizes, firsts), as in copy/geometry.py.
 using GivenTransfer = Tuple<uint64_t, bool, ChunkBatch, nb::ndarray<nb::numpy, int32_t>,
                             nb::typed<nb::sequence, size_t>, nb::typed<nb::sequence, size_t>>;
 

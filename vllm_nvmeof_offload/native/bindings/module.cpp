@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings of the I/O core and of CUDA's calls, in plain numbers and bytes; `io/engine.py`
-// and `copy/driver.py` add the types.
+// Python bindings of the I/O core and of CUDA's calls. `io/engine.py` and `copy/driver.py` add
+// types.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -38,8 +38,7 @@ std::array<uint8_t, 16> sixteen(const nb::bytes& given) {
 std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
 // targets: descriptors of slab, table and log. logs: number of pages, first page's sequence, lease
-// generation. permits: address of each target's permit word, or 0 without a lease. limits: see
-// `io.engine`.
+// generation. permits: addresses of the permit words, or 0 without a lease.
 void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targets, uintptr_t base,
                  size_t bytes, const std::vector<nb::bytes>& regions,
                  const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& logs, uint16_t rank,

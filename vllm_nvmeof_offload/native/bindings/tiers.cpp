@@ -306,8 +306,7 @@ ChunkBatch columns(const Batch& batch) {
                         bytes_of(batch.places), bytes_of(batch.groups));
 }
 
-// Return the bytes to read, by target, and the number of rows with a place. lane_bytes: see
-// `read_bytes_of`.
+// Return the bytes to read, by target, and the number of rows with a place.
 std::tuple<std::vector<uint64_t>, size_t> lanes(const Batch& batch,
                                                 const std::vector<uint64_t>& lane_bytes,
                                                 size_t targets) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Columns: one array per field. `HugeColumn` is for tables in huge pages, `SmallColumn` for batches
-// of a few items.
+// Columns: one array per field. `HugeColumn` uses huge pages; `SmallColumn` is for small batches.
 #pragma once
 
 #include <sys/mman.h>

@@ -84,8 +84,8 @@ class Geometry {
   uint64_t block_count_ = uint64_t{1} << 31;
 };
 
-// The GPU blocks of a store or load: `ids` of all groups, group by group; per group, the number of
-// blocks (`sizes`) and the first block's index in its request (`firsts`); `groups` of the chunks,
+// The GPU blocks of a store or load: `ids`, group by group; per group, the number of blocks
+// (`sizes`) and the first block's index in its request (`firsts`); `groups` of the chunks,
 // ascending.
 struct JobBlocks {
   std::span<const int32_t> ids;

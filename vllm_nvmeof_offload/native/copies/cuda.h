@@ -117,8 +117,7 @@ class EventWaiter {
   std::thread thread_;
 };
 
-// The end of a submission: the event to record, and the thread that waits for the event; null if
-// none.
+// The end of a submission: the event to record, and the thread that waits for it; or null.
 struct CudaEnd {
   CudaHandle event = nullptr;
   EventWaiter* waiter = nullptr;

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The I/O core: one ring per target, and an eventfd that signals completions. It does not use
-// Python.
+// The I/O core, without Python: one ring per target, and an eventfd that signals completions.
 #pragma once
 
 #include <condition_variable>
@@ -17,8 +16,7 @@
 
 namespace nvmeof {
 
-// A thread that computes payload checksums ahead of writes, so that an idle device does not wait
-// for them.
+// A thread that computes checksums ahead of writes, so that no idle device waits for them.
 class Checksums {
  public:
   // `completions` is also signalled when checksums can be taken. cpus: see `EngineSetup`.
@@ -61,8 +59,7 @@ class Engine : public NativeLanes {
   ~Engine() override { close({}); }
 
   LaneRoom room() const override;
-  // Use these files for later operations. The previous ones must stay open until earlier operations
-  // end.
+  // Use these files for later operations. Earlier operations need the previous files.
   void replace_target(size_t index, Target target);
   // Allow reads of another engine's region on one of our targets; see `TargetRing::attach`.
   void attach(uint16_t owner, size_t target, const ForeignSlab& files);

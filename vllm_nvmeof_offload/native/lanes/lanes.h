@@ -68,8 +68,7 @@ struct LaneOp {
   Stamp stamp;               // a write stores it; a read requires its tag
   bool single_copy = false;  // in a write: no other rank holds the chunk
   uint32_t client = 0;       // in a write: a number for the salt of the chunk's key; 0 if unknown
-  // In a read: check at least the header and return its payload CRC. The copy out of staging checks
-  // the payload.
+  // In a read: return the payload CRC from the header for the copy to check; the lane need not.
   bool header_only = false;
   size_t peer = 0;       // in a peer lane: the peer that reads the slot
   int64_t until_ns = 0;  // in a peer lane: the end of this attempt, by the machine's clock
@@ -116,8 +115,7 @@ class NativeLanes {
   // keeps running and its end will be ignored; a write then gets no table entry.
   virtual bool cancel_one(uint64_t token) = 0;
   virtual void ended(std::vector<LaneEnd>& ends) = 0;
-  // Append operations that the device has completed but that have not ended, so that the device can
-  // be given more. Optional.
+  // Append operations that the device has completed, so that it can be given more. Optional.
   virtual void landed(std::vector<uint64_t>& /*tokens*/) {}
 };
 
@@ -152,8 +150,7 @@ inline int choose_lane(const LaneEstimate& own, std::span<const LaneEstimate> pe
   return ready != kWait && lane(ready).end_s < lane(best).end_s ? ready : kWait;
 }
 
-// Lanes that end each operation when it starts, without moving data: for servers without a pool,
-// and for `bench hotpath`.
+// Lanes that end operations at once, for servers without a pool and for `bench hotpath`.
 class InstantLanes final : public NativeLanes {
  public:
   // wake_fd: an eventfd. error: the errno with which every operation fails, or 0 for success.

@@ -93,9 +93,8 @@ class Uring final : public Ring {
 // process might later be at its thread limit.
 class ThreadRing final : public Ring {
  public:
-  // threads: the maximum number of concurrent calls, at least 2, of which one is reserved for
-  // reads. cpus: see `EngineSetup`. Throws std::system_error if no thread or descriptor can be
-  // created.
+  // threads: the maximum number of concurrent calls, at least 2; one is reserved for reads. Throws
+  // std::system_error if no thread or descriptor can be created.
   ThreadRing(size_t threads, const std::vector<int>& cpus);
   // No call may be running.
   ~ThreadRing() override;

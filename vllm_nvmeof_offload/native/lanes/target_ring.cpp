@@ -21,8 +21,7 @@ constexpr std::chrono::milliseconds kPermitPoll{5};
 
 size_t whole_pages(size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
-// Return the size of equal pieces of about `split` bytes. A last piece of one page would cost as
-// much as a full piece.
+// Return the size of equal pieces of about `split` bytes: a small last piece would cost as much.
 size_t bytes_per_piece(size_t bytes, size_t split) {
   const size_t pieces = std::max<size_t>(1, (bytes - kHeaderBytes + split - 1) / split);
   return whole_pages((bytes + pieces - 1) / pieces);
@@ -428,8 +427,7 @@ bool TargetRing::check_one() {
   return true;
 }
 
-// Check a piece. This needs no mutex: only this thread uses `header` and `crc`, and `op` exists
-// until all its pieces are released.
+// Check a piece, without the mutex: only this thread uses `header` and `crc`.
 void TargetRing::check(const Piece& piece) {
   Op& op = *piece.op;
   const LaneOp& request = op.request;

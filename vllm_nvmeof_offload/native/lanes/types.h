@@ -144,8 +144,7 @@ uint32_t copy_crc32c(void* to, const void* from, size_t bytes, uint32_t crc);
 // Like `copy_crc32c`, but compute the CRC from the bytes that arrived at `to`.
 uint32_t copy_crc32c_at_target(void* to, const void* from, size_t bytes, uint32_t crc);
 
-// Fill the header page of a slot whose payload is complete and has this CRC. kind: the
-// `groups.GroupKind` of the key's group.
+// Fill the header page of a complete slot with this payload CRC. kind: a `groups.GroupKind`.
 void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint32_t payload_crc,
           const Stamp& stamp, const SlotPlace& place, uint8_t kind);
 
@@ -240,8 +239,7 @@ class CompletionQueue {
   std::vector<uint64_t> landed_;
 };
 
-// A gate for the contract tests. An operation on a shut place starts, but is then held as if the
-// kernel hung.
+// A gate for the contract tests, which holds started operations on shut places, as if hung.
 class StartGate {
  public:
   void shut(const std::vector<Place>& places) {

@@ -161,8 +161,7 @@ bool IoQueue::attached(uint16_t owner, int error) {
   return true;
 }
 
-// End or continue the tasks that wait for the engine's files. code, error: the outcome of the op
-// that requested the files.
+// End or continue the tasks that wait for the engine's files. code, error: for ATTACH ops.
 void IoQueue::set_files(uint16_t owner, Files files, Outcome code, int error) {
   owners_[owner] = {files};
   std::vector<Task*> going;
@@ -320,9 +319,8 @@ LaneOp IoQueue::describe(const Task& task, uint64_t token) const {
           !is_write && task.header_only};
 }
 
-// Order the superblock between earlier and later writes, whose chunks could otherwise pass for each
-// other's. A write past its deadline is not awaited, because it may hang; its epoch prevents
-// adoption.
+// Order the superblock between earlier and later writes, whose chunks could be confused otherwise.
+// A write past its deadline may hang, so it is not awaited; its epoch prevents adoption.
 bool IoQueue::reset_may_start(const Target& target) const {
   if (target.resets.empty() || target.resetting) return false;
   if (mutant("reset_overtakes_writes")) return true;

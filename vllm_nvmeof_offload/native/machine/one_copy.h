@@ -32,8 +32,7 @@ namespace nvmeof {
 
 enum class FillState : uint8_t { EMPTY, FILLING, HELD, FAILED };
 
-// A row of a load that all members receive. The chunk's generation distinguishes it from
-// rows of other servers.
+// A row of a load that all members receive. `generation` excludes rows of other servers.
 struct RowOf {
   uint64_t op = 0;
   uint32_t row = 0;

@@ -15,16 +15,14 @@ namespace nvmeof {
 
 struct IoOptions;
 
-// A task holds a place from its hand-over to its outcome, or until its lane reports that the device
-// has completed it.
+// A task holds a place from its hand-over until its outcome, or until the device has completed it.
 class TargetQueue {
  public:
   explicit TargetQueue(const IoOptions& options) : options_(options) { writes_at(0); }
 
   FairQueue& queue(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
   // Return whether one more task of this urgency and size may start. Fetches may hold at most half
-  // of the places and bytes for reads, and reads for peers at most `serve_share` of them, so that a
-  // load always finds places.
+  // of the room for reads, and reads for peers at most `serve_share`, so that loads find places.
   bool has_room(Urgency urgency, size_t bytes, int64_t now_ns) const;
   void take(Urgency urgency, size_t bytes, int64_t now_ns);
   void give_back(Task& task, Urgency urgency, size_t bytes, int64_t now_ns);
@@ -35,8 +33,7 @@ class TargetQueue {
   void writes_at(double rate);
   void progressed(bool is_write) { stalled_since_ns_[is_write].reset(); }
   // Remove all waiting tasks of this kind if the engine has accepted none for `patience_ns`. Until
-  // it accepts one, new tasks are offered once and then fail too, so that a large load fails as a
-  // whole.
+  // it accepts one, new tasks are offered once and then fail too, so that loads fail as a whole.
   std::vector<Task*> take_stalled(int64_t now_ns, int64_t patience_ns, bool is_write);
   // Return when `take_stalled` may next return tasks, or INT64_MAX for never.
   int64_t stalls_at_ns(int64_t patience_ns, bool is_write) const;

@@ -126,13 +126,11 @@ inline std::string_view Task::key() const {
 }
 
 // Shares a limited number of places fairly among jobs. The job with the fewest places goes first;
-// among equals, the job whose first task has waited longest. Within a job, tasks keep their order.
-// Only each job's first task is examined, so that the cost does not depend on the number of tasks
-// per job.
+// among equals, the job whose first task has waited longest. A job's tasks keep their order. Only
+// each job's first task is examined, so a job's number of tasks costs nothing.
 class FairQueue {
  public:
-  // The job to which a task's place is charged. It must not change while the task waits or has a
-  // place.
+  // The job to which a task's place is charged, fixed while the task waits or has a place.
   enum class Share : uint8_t { NONE, JOB, CHARGED };  // NONE: first in, first out
 
   explicit FairQueue(Share share) : share_(share) {}

@@ -434,13 +434,11 @@ static_assert(sizeof(SavedSession) == 21);
 // because the salt is in every key. If a client may retain no more chunks, its sessions of lower
 // priority lose theirs, last chunk first.
 //
-// A session that expires at second s is in the list `wheel_[s % kWheel]`, so that each second
-// examines only one list.
+// A session that expires at second s is in `wheel_[s % kWheel]`: each second examines one list.
 class Sessions {
  public:
-  // The references that a client's sessions may have per chunk that the client may retain. All
-  // clients together may have twice as many. Sessions without chunks are closed, so this bounds
-  // sessions too.
+  // The most references of a client per chunk that it may retain; all clients together may have
+  // twice as many. Sessions without chunks are closed, so this bounds sessions too.
   static constexpr size_t kReferencesPerChunk = 8;
 
   // chunks_max: the most chunks that one client may retain; 0 turns retention off.
@@ -705,8 +703,7 @@ class Sessions {
   uint32_t now_ = 0, next_ = 0;          // the current second, and the first one not finished
 };
 
-// The slots of a tier or target that `Keeping` keeps: at most `client_max` per client, and twice as
-// many in all.
+// The slots that `Keeping` keeps: at most `client_max` per client, and twice as many in all.
 struct KeptSlots {
   size_t client_max = 0, all = 0;
   std::unordered_map<uint32_t, size_t> by_client;

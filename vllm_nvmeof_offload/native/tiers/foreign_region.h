@@ -40,8 +40,7 @@ class ForeignRegion {
   // Find the end of the log in file `fd`, which has this many pages. Call this before a scan, and
   // `follow_log` after the scan. Returns an errno, or 0.
   int seek_log(int fd, uint32_t pages);
-  // Apply the records logged since the last call or `seek_log`. Returns 0, an errno, or the reason
-  // that a new scan is needed.
+  // Apply the records logged since. Returns 0, an errno, or the reason that a scan is needed.
   static constexpr int kOverrun = -1;  // the log was overwritten or is damaged
   static constexpr int kReset = -2;    // a superblock with another epoch was written
   int follow_log(ForeignWriter& table, int fd, int64_t now_ns);

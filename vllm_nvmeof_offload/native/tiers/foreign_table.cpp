@@ -113,8 +113,7 @@ void ForeignReader::warm(std::string_view key) const {
 }
 
 uint64_t ForeignReader::ask_anew(Since since) {
-  // Only the engine writes these words. The follower must not see the new version before
-  // `kOfAllAt`.
+  // Only the engine writes these words. `kOfAllAt` must be visible before the new version.
   const uint64_t version = version_asked() + 1;
   if (since == Since::EVER) word(kOfAllAt).store(version, std::memory_order_relaxed);
   word(kAskedAt).store(version, std::memory_order_release);

@@ -132,8 +132,7 @@ class ForeignReader : public ForeignTable {
 // The follower's side. Its threads change rows only while they hold `lock()`.
 class ForeignWriter : public ForeignTable {
  public:
-  // fd: an empty memfd, or that of an earlier writer, whose owners' records and requested version
-  // stay. rows: the initial capacity.
+  // fd: an empty memfd, or an earlier writer's, which loses only its rows. rows: initial capacity.
   ForeignWriter(int fd, size_t rows);
 
   [[nodiscard]] std::unique_lock<std::mutex> lock() { return std::unique_lock(changes_); }

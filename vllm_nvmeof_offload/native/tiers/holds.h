@@ -3,8 +3,7 @@
 // manager/hold_and_prefetch.py chooses the requests, and limits the chunks held by each kind of
 // request.
 //
-// A hold is an additional user of the chunk's cache slot, which prevents its eviction. All requests
-// that want a chunk share one hold.
+// A hold is a user of a chunk's cache slot, so it prevents eviction. Requests share one hold.
 #pragma once
 
 #include <array>
@@ -39,8 +38,7 @@ class Holds {
     size_t next, end, local;
   };
   // Chunks before `next` are done; if a load would end here, `next` is past all chunks. looks:
-  // look-ups left. skipped: first and last chunk not held because GPU memory has them; first > last
-  // if none.
+  // look-ups left. skipped: chunks not held because GPU memory has them; first > last if none.
   struct Advance {
     size_t next, looks;
     size_t skipped_first = SIZE_MAX, skipped_last = 0;
@@ -51,8 +49,7 @@ class Holds {
   // room_min: the number of cache slots that always stay evictable.
   Holds(Tiers& tiers, size_t room_min) : tiers_(tiers), room_min_(room_min) {}
 
-  // Hold and fetch chunks for a request until the range, `looks` or the room is used up. key:
-  // returns the key of a chunk.
+  // Hold and fetch chunks until the range, `looks` or the room is used up. key: by chunk.
   Advance advance(Wanted& wanted, const std::function<const char*(size_t)>& key, Range range,
                   size_t looks, Reason reason, Bounds bounds);
   // Fetch a chunk that is only in a pool, as a measurement.

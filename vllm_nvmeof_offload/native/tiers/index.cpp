@@ -64,8 +64,7 @@ Index::Index(Row rows, size_t key_bytes)
       buckets_(std::bit_ceil(size_t{rows} * 3 / 2 + 1)),
       mask_(buckets_.size() - 1) {}
 
-// Mix the whole key, which ends in a digest's bytes or a counter, eight bytes at a time. The last
-// eight may overlap the previous ones.
+// Mix the whole key, eight bytes at a time. The last eight may overlap the previous ones.
 uint32_t Index::hash(const char* key) const {
   uint64_t mixed = key_bytes_;
   const auto mix = [&mixed](uint64_t word) {

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The index: one row per chunk, and the table from keys to rows. Free slots, eviction and
-// operations are in `tiers.h`.
+// The index: one row per chunk, and the table from keys to rows.
 #pragma once
 
 #include <cstddef>
@@ -58,8 +57,7 @@ inline constexpr Row kNoRow = UINT32_MAX;
 
 inline void prefetch(const void* address) { __builtin_prefetch(address); }
 
-// The fields of an entry; the key follows. Fields and a key of up to 36 bytes share one cache line,
-// because look-ups read both.
+// The fields of an entry. The key follows; one of up to 36 bytes is in the same cache line.
 struct Entry {
   uint64_t generation;
   Place place;
@@ -131,8 +129,7 @@ class Index {
   std::vector<Row> free_;  // rows that were used before
   Row next_ = 0;
   // Open addressing with linear probing. A bucket is a key's hash above its row + 1, or 0 if empty.
-  // Unlike a library's map, it can prefetch memory for many keys at once: memory latency dominates
-  // look-ups among millions of entries.
+  // Memory latency dominates look-ups, and a library's map cannot prefetch for many keys at once.
   HugeColumn<uint64_t> buckets_;
   size_t mask_;
   size_t size_ = 0;

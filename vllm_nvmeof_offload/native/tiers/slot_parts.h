@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Slots divided among the members of a set. A row is the same slot on every rank. In a divided row,
-// each member's part holds a different chunk, which no other member of the set stores. A row is
-// whole again when all its parts are free.
+// each member's part holds a different chunk. A row is whole again when all its parts are free.
 #pragma once
 
 #include <cstdint>

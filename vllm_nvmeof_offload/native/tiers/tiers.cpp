@@ -986,8 +986,7 @@ void Tiers::warm(const Batch& batch, size_t at) const {
   }
 }
 
-// Doom the row's entry after one rank's failure, before the others have reported. Returns whether
-// the chunk lost its cache slot.
+// Doom a row's entry after one rank's failure. Returns whether the chunk lost its cache slot.
 bool Tiers::fails(OpKind kind, const Batch& batch, size_t at, Outcome code, int error) {
   if (mutant("failed_key_is_not_dropped")) return false;
   const Row row = batch.rows[at];

@@ -240,13 +240,11 @@ class Tiers {
   size_t adopt(std::span<const Place> places, std::span<const uint64_t> generations,
                const char* keys);
   // Plan a store. keys: in prefix order. order: each key's position in vLLM's list, by which rows
-  // are sorted; empty if that is the same order. wanted: a `Store` per key, or empty to keep all;
-  // KEPT also keeps a provisional entry. Generations count up from `generation`. client: as in
-  // `Sessions`.
+  // are sorted; empty if the same. wanted: a `Store` per key, or empty to keep all; KEPT also keeps
+  // a provisional entry. Generations count up from `generation`. client: as in `Sessions`.
   StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
                        std::span<const uint32_t> order = {}, uint32_t client = 0);
   // Plan a load. A missing chunk's row has no slot or place. land_max: bound on cache slots filled.
-  // client: as in `Sessions`.
   Batch plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order = {},
                   uint32_t client = 0);
   // Return how many of the tokens in [first, last) a load takes from the CPU tier, from our pool,
@@ -327,9 +325,8 @@ class Tiers {
   Order& home(Slot slot) { return cache[slot].wanted ? *unwritten : *clean; }
   // Return the slot to write next. In write-through mode this is the oldest, under any policy.
   Slot next_to_write() { return options_.demotes ? unwritten->peek() : arrivals_.first(); }
-  // Return whether a chunk that waits to be written may be evicted: never for a read, and for a
-  // store only if no target accepts writes. Otherwise the store is refused, because a
-  // prefix is useless after a missing chunk.
+  // Return whether a chunk that waits to be written may be evicted: only for a store, and only if
+  // no target accepts writes. Otherwise the store is refused: a prefix needs all its chunks.
   bool may_lose(bool is_read) const;
 
   // Return the rows of the keys, valid until the next call.
@@ -380,8 +377,7 @@ class Tiers {
   // The engines to consider: only live ones, or all.
   enum class From : uint8_t { LIVING, ALL };
   ForeignRow foreign_row(const char* key, From from = From::ALL) const;
-  // Return other engines' rows, by key, for keys without a row in `rows`; empty if there are none.
-  // Valid until the next call.
+  // Return other engines' rows for keys without a row, or nothing. Valid until the next call.
   const std::vector<ForeignRow>& foreign_rows(Keys keys, const std::vector<Row>& rows,
                                               From from = From::ALL) const;
   bool can_borrow(const ForeignRow& row, const char* key) const;
