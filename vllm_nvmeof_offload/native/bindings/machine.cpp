@@ -403,8 +403,7 @@ bool advance(Machine& machine, double ahead_s) {
   return health_has_news(io);
 }
 
-// Return (token, target) of each superblock to write, and (target, code, errno) of each that failed
-// or is late; None if there are none.
+// Return (token, target) of superblocks to write, and (target, code, errno) of failed or late ones.
 std::optional<std::pair<std::vector<std::tuple<uint64_t, size_t>>,
                         std::vector<std::tuple<size_t, uint8_t, int>>>>
 offer_resets(Machine& machine) {

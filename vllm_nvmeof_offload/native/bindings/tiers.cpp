@@ -327,8 +327,7 @@ bool borrows(const Batch& batch) {
   return found;
 }
 
-// Return whether any row was read from the pool completely, and whether any was not read in time.
-// was_cut: whether the load was cut off.
+// Return whether any row was read completely from the pool, and whether any was late or cut off.
 std::tuple<bool, bool> came(const Batch& batch, bool was_cut) {
   bool any = false, missed = false;
   for (size_t at = 0; at < batch.size(); ++at) {

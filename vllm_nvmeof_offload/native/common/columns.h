@@ -18,8 +18,7 @@
 
 namespace nvmeof {
 
-// Rows are accessed at random. At a million entries, the page-table walks of 4 KiB pages would take
-// a third of the scheduler thread's time per chunk.
+// Rows are accessed at random. With 4 KiB pages, page-table walks would take a third of the time.
 inline constexpr size_t kHugePage = size_t{2} << 20;
 
 // A fixed number of items, initially zero. A column of at least one huge page uses memory only for

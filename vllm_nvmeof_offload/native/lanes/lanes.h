@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The interface between the worker's machine and its lanes. A lane only moves slots; the machine
-// decides order, bounds and deadlines (`io_queue.h`).
+// The interface between the worker's machine and its lanes, which only move slots.
 #pragma once
 
 #include <sys/eventfd.h>

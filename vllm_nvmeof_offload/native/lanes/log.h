@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// A region's log: its on-disk format, as defined in `pool/log.py` (a test compares both), and its
-// writer, which runs on the table's thread.
+// A region's log: its on-disk format, as defined in `pool/log.py`, and its writer.
 #pragma once
 
 #include <isa-l/crc.h>

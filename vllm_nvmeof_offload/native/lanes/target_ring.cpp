@@ -201,8 +201,7 @@ bool TargetRing::read_may_start() const {
 // Stop counting a read that the device has completed, or may never complete.
 void TargetRing::uncount(Op& op) { read_bytes_started_ -= std::exchange(op.counted_bytes, 0); }
 
-// Wait, without the mutex, until the region may be written. Returns false if the permit is lost,
-// the ring closes, or the operation was cancelled.
+// Wait, without the mutex, until the operation may write. Returns false if it never may.
 bool TargetRing::await_permit(std::unique_lock<std::mutex>& lock, const Op& op) {
   while (op.wanted && !permit_.open() && !permit_.lost() && !closing_)
     table_work_.wait_for(lock, kPermitPoll);

@@ -233,8 +233,7 @@ class IoQueue {
   std::vector<PeerLane> peers;
   TransferCounts reads, writes;
 
-  // Return the rates, in bytes per second, that changed by more than a tenth since last returned,
-  // at most once per kRatePeriodNs.
+  // Return the rates, in bytes per second, that changed by more than a tenth since last returned.
   struct Rate {
     size_t target;
     double write, read;
@@ -334,8 +333,7 @@ class IoQueue {
   std::unordered_map<uint32_t, size_t> foreign_reads_;  // by owner and target
   Flights in_flight_;
   size_t writes_in_flight_ = 0, peers_in_flight_ = 0;
-  // (deadline, token) of operations handed over, earliest first: reads, writes, and reads by peers.
-  // Ended operations are dropped only at the front.
+  // (deadline, token) of operations in lanes, earliest first: reads, writes, and reads by peers.
   std::array<std::deque<std::pair<int64_t, uint64_t>>, 3> deadlines_;
   int64_t retry_deadline_ns_ = INT64_MAX;  // the earliest deadline of retries and awaited files
   uint64_t newest_reset_ = 0;              // the op of the newest reset

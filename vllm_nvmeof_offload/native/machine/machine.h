@@ -100,8 +100,7 @@ struct CopyBatch {
   std::vector<uint32_t> counts;
   std::vector<uint64_t> payloads;
   std::vector<uint64_t> sizes;  // bytes of each payload
-  // For each chunk, whether `copied` needs its CRC, to check it or for the set to compare it. Empty
-  // if this rank is in no set and nothing is checked.
+  // Whether `copied` needs each chunk's CRC; empty if nothing is checked or compared.
   std::vector<uint8_t> sampled;
 };
 
@@ -196,9 +195,8 @@ class Machine {
   // Return the work ahead of a new read, by lane: bytes, and seconds (0 if unknown).
   std::vector<std::pair<uint64_t, double>> read_queues();
 
-  // -- reads for peers, by token and with a time limit per row. Nothing else may use a row's serve
-  // slot, named by `cache`, until the row ends. A reset cancels these reads; those that have
-  // started end later.
+  // -- reads for peers, by token and with time limits. Nothing else may use a row's serve slot, its
+  // `cache`, until the row ends. A reset cancels these reads; those that have started end later.
   void serve(std::span<const uint64_t> tokens, const Columns& columns,
              std::span<const double> within_s);
   // Cancel the reads with these tokens. `take_served` still returns each of them.
@@ -210,8 +208,8 @@ class Machine {
   };
   // Return the reads for peers that have released their slots, each once.
   std::vector<Served> take_served() { return std::exchange(served_, {}); }
-  // Return the bytes that our targets must read before the next read for a peer, and their read
-  // rate in bytes per second, or 0 if unknown.
+  // Return the bytes to read before the next read for a peer, and our read rate in bytes per
+  // second.
   std::pair<uint64_t, double> serve_levels();
 
   size_t streams_used() const { return streams_.used(); }

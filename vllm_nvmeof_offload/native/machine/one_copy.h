@@ -105,9 +105,8 @@ class SetMemory {
 // through a stream slot, for the holder's announcement. The row is announced once, with its slot
 // or as failed. Each other member releases the announcement once, even if it has given up the row.
 //
-// A wait has no deadline, because the holder may have much to read first; it fails hanging reads
-// itself. Instead, tasks that wait for a member fail with DEADLINE when it has made no progress for
-// the length of a read's deadline.
+// A wait has no deadline, because the holder may have much to read first. Instead, tasks fail with
+// DEADLINE when the holder has made no progress for the length of a read's deadline.
 
 struct SetOptions {
   void* memory = nullptr;  // null if this rank is in no set

@@ -1,6 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The queues in front of one target: their order by urgency, and the bounds on operations and
-// bytes. `io_queue.h` has the queues of all targets.
+// The queues in front of one target: order by urgency, and bounds on operations and bytes.
 #pragma once
 
 #include <array>

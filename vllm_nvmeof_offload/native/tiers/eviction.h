@@ -426,13 +426,11 @@ struct SavedSession {
 #pragma pack(pop)
 static_assert(sizeof(SavedSession) == 21);
 
-// The chunks that requests ask to retain for a time, by session. A session retains the chunks of
-// all its requests until it expires or is dropped. A chunk is retained until the last of its
-// sessions ends.
+// The chunks that requests ask to retain, by session. A session retains chunks until it expires or
+// is dropped. A chunk is retained until the last of its sessions ends.
 //
-// A client is a number for a salt, or 0 if unknown. All sessions of a chunk belong to one client,
-// because the salt is in every key. If a client may retain no more chunks, its sessions of lower
-// priority lose theirs, last chunk first.
+// A client is a number for a salt, or 0 if unknown. The salt is in every key, so a chunk has one
+// client. If a client may retain no more, its sessions of lower priority lose their last chunks.
 //
 // A session that expires at second s is in `wheel_[s % kWheel]`: each second examines one list.
 class Sessions {

@@ -45,9 +45,8 @@ uint32_t crc_of(const std::byte* entry, uint32_t slot) {
   return small_crc32c(covered.data(), covered.size());
 }
 
-// Read `bytes` at `offset`, padding with zeros after the end of the file. Returns an errno, or 0.
-// Only whole pages are read, as O_DIRECT requires: `into` must consist of whole pages, and may be
-// written beyond `bytes`.
+// Read `bytes` at `offset`, or zeros after the end of the file. Returns an errno, or 0. For
+// O_DIRECT, `into` consists of whole pages, and may be written beyond `bytes`.
 int read_whole(int fd, std::byte* into, size_t bytes, uint64_t offset) {
   const size_t room = whole_pages(bytes);
   size_t done = 0;

@@ -37,15 +37,14 @@ class ForeignRegion {
   // errno, or 0. log_is_ahead: whether slots that the log named since the previous scan keep the
   // log's entries, which may not be in the table yet.
   int scan(ForeignWriter& table, int fd, int64_t now_ns, bool log_is_ahead);
-  // Find the end of the log in file `fd`, which has this many pages. Call this before a scan, and
-  // `follow_log` after the scan. Returns an errno, or 0.
+  // Find the end of a log of this many pages, before a scan and `follow_log`. Returns an errno, or
+  // 0.
   int seek_log(int fd, uint32_t pages);
   // Apply the records logged since. Returns 0, an errno, or the reason that a scan is needed.
   static constexpr int kOverrun = -1;  // the log was overwritten or is damaged
   static constexpr int kReset = -2;    // a superblock with another epoch was written
   int follow_log(ForeignWriter& table, int fd, int64_t now_ns);
-  // Return whether `follow_log` may find something or the file was removed. This costs much less,
-  // but works only on a file that is open without O_DIRECT.
+  // Return whether `follow_log` may find news. This is cheap, but needs a file without O_DIRECT.
   bool may_have_news(int fd) const;
   // Offer entries that are old enough now. A scan does this at its end.
   void ripen(ForeignWriter& table, int64_t now_ns);

@@ -172,8 +172,7 @@ struct Options {
   Slot cache_slots = 0;
   std::vector<Slot> pool_slots;  // by target
   size_t key_bytes = 0;
-  // vLLM's number of each KV cache group, by position. A key ends with its group's number. A key of
-  // any other group is never stored or adopted.
+  // vLLM's numbers of the KV cache groups, with which keys end. Other groups are not offloaded.
   std::vector<uint32_t> group_ids{0};
   // Tokens per chunk, by group; 0 for a state, which covers all tokens before its end.
   std::vector<uint32_t> group_tokens{1};
