@@ -44,7 +44,8 @@ class ForeignRegion {
   static constexpr int kOverrun = -1;  // the log was overwritten or is damaged
   static constexpr int kReset = -2;    // a superblock with another epoch was written
   int follow_log(ForeignWriter& table, int fd, int64_t now_ns);
-  // Return whether `follow_log` may find news. This is cheap, but needs a file without O_DIRECT.
+  // Return whether `follow_log` may find something or the file was removed. This costs much less,
+  // but works only on a file that is open without O_DIRECT.
   bool may_have_news(int fd) const;
   // Offer entries that are old enough now. A scan does this at its end.
   void ripen(ForeignWriter& table, int64_t now_ns);
