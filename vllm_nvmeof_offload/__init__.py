@@ -16,10 +16,10 @@ CONNECTOR_NAME = "NVMeoFOffloadingConnector"
 CONNECTOR_MODULE = "vllm_nvmeof_offload.connector"
 SPEC_NAME = "NVMeoFOffloadingSpec"
 SPEC_MODULE = "vllm_nvmeof_offload.spec"
-#: Combines our connector with other kinds; vLLM knows the class as `MultiConnector`.
+#: Combines our connector with others, as vLLM's `MultiConnector` does.
 MULTI_CONNECTOR_NAME = "NVMeoFMultiConnector"
 MULTI_CONNECTOR_MODULE = "vllm_nvmeof_offload.multi_connector"
-#: vLLM's own connector, which `vllm_adapter.configure` replaces if it is given our spec.
+#: vLLM's own connector, which `vllm_adapter.configure` replaces if it has our spec.
 STOCK_CONNECTOR_NAME = "OffloadingConnector"
 
 #: A child of vLLM's logger, so that our lines have the same format and destination.

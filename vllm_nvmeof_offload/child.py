@@ -1,18 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Child processes that run a module of this package, and companions, which are restarted.
 
-A call on a lost path may wait in the kernel forever, and a process with a thread in such a call
-cannot be stopped. So leases are renewed, lost targets looked for, and other servers' files found in
-other processes, for which the server never waits.
-
-If this package is inside vLLM's tree, `python -m` would first import the packages above this one.
-vLLM's own package imports torch, which would waste seconds and hundreds of MB.
+A call on a lost path can block in the kernel forever, and a process with a blocked thread cannot be
+killed. Separate processes therefore renew leases, look for lost targets and find other servers'
+files. The server never waits for these processes.
 
 A companion hands its work to a grandchild and exits. vLLM stops an engine by killing its
 descendants one by one. If a listed process exits before its turn, psutil raises `NoSuchProcess`
 and the API server hangs forever; a child that exits with its worker could cause that. The
-grandchild has its own session, because Ctrl-C reaches a console's whole process group, but the
-work must continue while the server drains. It exits with the server, when its input is closed.
+grandchild has its own session, because Ctrl-C reaches the console's whole process group, but the
+work must continue while the server drains. It exits when the server closes its input.
 """
 
 from __future__ import annotations
@@ -29,7 +26,9 @@ from vllm_nvmeof_offload import logger
 
 _PACKAGE = __name__.rpartition(".")[0]
 _ABOVE = _PACKAGE.rpartition(".")[0]
-#: Arguments: the parent package, dotted; its directory; the module; the module's arguments.
+#: Runs a module of this package without importing the packages above it: vLLM's imports torch,
+#: which takes seconds and hundreds of MB. Arguments: the parent package, dotted; its directory;
+#: the module; the module's arguments.
 _RUN_BELOW_EMPTY_PACKAGES = """\
 import runpy, sys, types
 above, directory, module = sys.argv[1:4]
@@ -55,16 +54,16 @@ def child_command(module: str) -> list[str]:
 def start_child(
     command: Iterable[str], fd: int, pipes: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start a process that gets `fd`, whose number becomes the last argument of `command`.
+    """Start a process that inherits `fd` and gets its number as the last argument.
 
-    `pipes` is `subprocess.PIPE` to connect its input and output. Its session is its own, so Ctrl-C
-    does not reach it. Raises OSError if it cannot be started.
+    The process has its own session, so Ctrl-C does not reach it. `pipes` is `subprocess.PIPE` to
+    connect its input and output. Raises OSError if the process cannot be started.
     """
     return subprocess.Popen(
         [*command, str(fd)],
         stdin=pipes,
         stdout=pipes,
-        cwd="/",  # a working directory could hang, or keep a target from being unmounted
+        cwd="/",  # the current directory could hang, or keep a target from being unmounted
         bufsize=0,
         start_new_session=True,
         pass_fds=(fd,),
@@ -72,27 +71,22 @@ def start_child(
 
 
 def accompany(work: Callable[[int], None]) -> None:
-    """Run `work` in a child of this process, which a `Companion` has started; see above for why.
-
-    `work` gets the descriptor of the shared memory, and returns once the input is closed.
-    """
+    """Run `work` in a child of this process, which a `Companion` started, and exit. `work` gets the
+    descriptor of the shared memory, and returns when the input is closed."""
     if os.fork():
         os._exit(0)
     work(int(sys.argv[-1]))
     os._exit(0)  # do not wait for threads that hang
 
 
-#: The longest wait for a stopped process to exit; one stuck in the kernel exits later.
+#: The longest wait for a stopped process to exit; a process blocked in the kernel exits later.
 _END_S_MAX = 0.5
-#: The longest wait for the thread, more than `_END_S_MAX`; only a hanging start takes longer.
+#: The longest wait for the thread: more than `_END_S_MAX`. Only a hanging start takes longer.
 _STOP_S_MAX = 2.0
 
 
 class Companion:
-    """A process of this server that is restarted whenever it exits.
-
-    A daemon thread waits for the process; the thread touches no target.
-    """
+    """A process of this server that a daemon thread restarts whenever it exits."""
 
     def __init__(
         self,
@@ -106,20 +100,20 @@ class Companion:
     ) -> None:
         """Start the process after `first_s`, and again `restart_s` after each exit.
 
-        `what` names the process in the log. `fd` refers to shared memory and becomes the last
-        argument of `command`; the caller may close its own at any time. `lines` are written to
-        the process's input at its start and every `lines_s` (None: never again), if there is room.
+        `what` names the process in the log. `fd` refers to shared memory; the process gets a
+        duplicate as the last argument of `command`. `lines` are written to the process's input at
+        its start and every `lines_s` (None: never again), unless the pipe is full.
         """
         self._what, self._command, self._restart_s = what, command, restart_s
         self._lines, self._lines_s, self._first_s = lines, lines_s, first_s
-        self._fd = os.dup(fd)  # for restarts: the caller's number may be reused
+        self._fd = os.dup(fd)  # for restarts: the caller may close its own
         self._stop = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"nvmeof-{what}", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the process for good. A hanging process exits when the kernel lets it."""
+        """Stop the process permanently. A process blocked in the kernel exits later."""
         if self._stop.is_set():
             return
         self._stop.set()  # first, or the thread could wake up and start the process
@@ -144,11 +138,11 @@ class Companion:
         os.close(self._fd)
 
     def _accompany(self) -> None:
-        """Start the process and wait until it exits or is stopped. OSError: it cannot start."""
+        """Start the process and wait until it exits or is stopped. Raises OSError."""
         child = start_child(self._command, self._fd, subprocess.PIPE)
         assert child.stdin and child.stdout
         with child.stdin, child.stdout:
-            child.wait()  # the work is now the grandchild's
+            child.wait()  # the grandchild does the work
             os.set_blocking(child.stdin.fileno(), False)
             ended = False
             while not (ended or self._stop.is_set()):
@@ -158,7 +152,7 @@ class Companion:
                 _poll([child.stdout.fileno()], _END_S_MAX)
 
     def _send(self, pipe: IO[bytes]) -> bool:
-        """Send the current lines. Return False if the process has exited."""
+        """Send the current lines; return False if the process has exited."""
         for line in self._lines():
             try:
                 os.write(pipe.fileno(), line)  # less than PIPE_BUF is written whole or not at all
@@ -169,13 +163,13 @@ class Companion:
         return True
 
     def _wait(self, output: IO[bytes] | None, seconds: float | None) -> bool:
-        """Wait for a stop, for at most `seconds`. Return whether the process closed its output."""
+        """Wait for a stop, at most `seconds`; return whether the process closed its output."""
         fds = [] if output is None else [output.fileno()]
         return not {*fds}.isdisjoint(_poll([*fds, self._wake_fd], seconds))
 
 
 def _poll(fds: Iterable[int], seconds: float | None) -> set[int]:
-    poller = select.poll()  # `select.select` refuses descriptors from 1024 on
+    poller = select.poll()  # `select.select` refuses descriptors above 1023
     for fd in fds:
         poller.register(fd, select.POLLIN)
     return {fd for fd, _ in poller.poll(None if seconds is None else seconds * 1000)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The size of a chunk: the number of blocks per chunk that suits a configuration and all groups."""
+"""The chunk size: the number of blocks per chunk that suits the configuration and all groups."""
 
 from __future__ import annotations
 
@@ -10,16 +10,13 @@ from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import GroupKind
 
-#: The most tokens per chunk by default, because a request cannot reuse a part of a chunk.
+#: The default maximum of tokens per chunk, because a request cannot reuse a part of a chunk.
 _CHUNK_TOKENS_MAX = 256
 
 
 def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
-    """Return the blocks per chunk: as configured, else enough for `chunk_bytes_min`.
-
-    `block_bytes` is one rank's bytes per block, `block_tokens` the tokens per block. The tokens
-    per chunk are bounded too (`_CHUNK_TOKENS_MAX`).
-    """
+    """Return the blocks per chunk: as configured, else enough for `chunk_bytes_min`. `block_bytes`
+    is the size of a block on one rank, `block_tokens` its tokens."""
     if config.blocks_per_chunk is not None:
         return config.blocks_per_chunk
     if config.block_size is not None:
@@ -33,8 +30,8 @@ def blocks_of_chunk(
 ) -> tuple[int, str]:
     """Return the blocks per chunk that suit all groups, and a warning about a configured number.
 
-    `block_bytes` is as in `chunk_blocks`. The warning is empty if there is nothing to say. Raises
-    ConfigError for a configured number that cannot work.
+    `block_bytes` is as in `chunk_blocks`. The warning can be empty. Raises ConfigError if the
+    configured number cannot work.
     """
     blocks = chunk_blocks(config, block_bytes, groups[0].block_tokens)
     fitting = blocks_that_fit(groups, blocks)
@@ -52,16 +49,14 @@ def blocks_of_chunk(
         raise ConfigError(given, value, f"{reason}; leave it out")
     return blocks, (
         f"{given}={value} makes chunks that exceed a window or do not divide an attention chunk, "
-        f"so many are not stored: leave it out, or give at most {fitting} blocks per chunk"
+        f"and many such chunks are not stored: leave {given} out, or give at most {fitting} blocks "
+        "per chunk"
     )
 
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """A group's blocks, before a number of blocks per chunk is chosen for all groups.
-
-    `span_tokens` is the length of a window or of an attention chunk, in tokens.
-    """
+    """A group's blocks. `span_tokens` is the length of a window or of an attention chunk."""
 
     kind: GroupKind
     block_tokens: int
@@ -70,8 +65,8 @@ class GroupBlocks:
     def fits(self, blocks_per_chunk: int) -> bool:
         """Return whether vLLM still has all of a chunk's blocks when it computes the last one.
 
-        A chunk that exceeds the window or spans two attention chunks loses its first blocks before
-        its last one is computed.
+        vLLM frees the first blocks earlier if a chunk exceeds the window or spans two attention
+        chunks.
         """
         tokens = self.block_tokens * blocks_per_chunk
         if self.span_tokens is None or blocks_per_chunk == 1:
@@ -82,7 +77,6 @@ class GroupBlocks:
 
 
 def why_one_block(groups: Sequence[GroupBlocks]) -> str:
-    """Return why a chunk of these groups must be one block; empty if it may have more."""
     if any(group.kind is GroupKind.STATE for group in groups):
         return "this model has states, each of which is one block"
     if len({group.block_tokens for group in groups}) > 1:

@@ -27,7 +27,7 @@ app = typer.Typer(
 config_app = typer.Typer(help="List the configuration's keys, or check a configuration.")
 app.add_typer(config_app, name="config", invoke_without_command=True)
 pool_app = typer.Typer(
-    help="Show, check and edit pools on disk. A pool that a server holds is only read.",
+    help="Show, check and edit pools on disk. Pools in use by a server are only read.",
     no_args_is_help=True,
 )
 app.add_typer(pool_app, name="pool")
@@ -41,7 +41,7 @@ except ModuleNotFoundError:
     @app.command("demo", context_settings=_ANY, hidden=True)
     @app.command(context_settings=_ANY)
     def bench() -> None:
-        """Run benchmarks, which are not installed here."""
+        """Run benchmarks. The package vllm_nvmeof_bench is not installed."""
         typer.echo(
             f"vllm-nvmeof: the benchmarks (vllm_nvmeof_bench) are not installed: {_INSTALL}",
             err=True,
@@ -89,7 +89,7 @@ ServerUrl = Annotated[
 
 
 def _with_deployment(*only: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a command's `**given` with options for the fields of `Deployment`: all, or `only`."""
+    """Replace a command's `**given` with options for fields of `Deployment`: `only`, or all."""
     hints = get_type_hints(Deployment)
 
     def replaced(command: Callable[..., None]) -> Callable[..., None]:
@@ -141,31 +141,31 @@ def doctor(
     model: Annotated[
         Path | None,
         typer.Option(
-            help="Examine this model instead of the machine: a config.json or its directory. "
-            "--kv-dtype and the options of a deployment apply to the model."
+            help="Examine a model instead of the machine: a config.json or its directory. "
+            "--kv-dtype and the options of a deployment apply only to a model."
         ),
     ] = None,
     kv_dtype: KvType = "auto",
     peer: Annotated[
         list[str] | None,
         typer.Option(
-            help="HOST:PORT of a server that reads for others; repeatable. Default: "
-            "VLLM_NVMEOF_PEERS. Shows what each rank of the server serves, and which transport "
-            "connections would use."
+            help="HOST:PORT of a server that reads for others; repeatable. Shows the keyspace and "
+            "slot size of each rank, and the transport that connections would use. Default: "
+            "VLLM_NVMEOF_PEERS."
         ),
     ] = None,
     share_secret_file: Annotated[
         str | None,
         typer.Option(
-            help="The share_secret_file of these peers. Default: VLLM_NVMEOF_SHARE_SECRET_FILE."
+            help="The share_secret_file of the peers. Default: VLLM_NVMEOF_SHARE_SECRET_FILE."
         ),
     ] = None,
     **given: Any,
 ) -> None:
     """Check this machine and the I/O path to its targets, including each NVMe-oF path.
 
-    With --model, show the model's KV cache groups, their sizes and what is stored for each group.
-    No GPU is needed.
+    With --model, show the model's KV cache groups, their sizes, and the blocks stored for each
+    group. No GPU is needed.
     """
     if model is not None:
         from vllm_nvmeof_offload.commands.doctor.model import examine_model
@@ -204,8 +204,8 @@ def size(
 ) -> None:
     """Size a deployment: a model's KV bytes, the sessions that fit and those that load in time.
 
-    Nothing is measured. Each number is computed and printed with its formula; the assumptions are
-    listed at the end.
+    Each number is computed, not measured, and printed with its formula. The assumptions are listed
+    at the end.
     """
     from vllm_nvmeof_offload.commands.size.model import choose_model
     from vllm_nvmeof_offload.commands.size.report import build, show
@@ -236,7 +236,7 @@ def explain(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain a request: which tokens were found where, loaded or computed, and why.
+    """Explain a request: where tokens were found, which were loaded or computed, and why.
 
     The server keeps records of the last 1,000 requests.
     """
@@ -272,8 +272,8 @@ def top(
 ) -> None:
     """Watch servers: tiers, sources of tokens, rates, queues, decisions, verdicts, holes.
 
-    Rates are those between two readings of /metrics; an idle server keeps its last values. Digits
-    switch the view, n the server, q quits.
+    Rates are computed from two readings of /metrics; an idle server keeps its last values. Digits
+    select the view, n selects the next server, q quits.
     """
     from vllm_nvmeof_offload.commands.top import run
 
@@ -284,11 +284,11 @@ def top(
 def try_server(
     url: Annotated[str, typer.Option(help="Address of the server.")] = _SERVER,
     model: Annotated[
-        str | None, typer.Option(help="Model to ask. Default: the first one that is listed.")
+        str | None, typer.Option(help="Model to ask. Default: the first model that is listed.")
     ] = None,
     tokens: Annotated[
         int,
-        typer.Option(min=1, help="Tokens of the prompt: several chunks, within the model's limit."),
+        typer.Option(min=1, help="Prompt length in tokens, of several chunks."),
     ] = 2000,
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's API key.")
@@ -298,8 +298,8 @@ def try_server(
     """Prove on a running server that a repeated prompt is loaded from a tier.
 
     Sends random words, empties the GPU's prefix cache, and sends the same words again. Prints the
-    time to the first token, where the tokens came from, and whether the answers agree. A server
-    without VLLM_SERVER_DEV_MODE=1 cannot empty its cache; other prompts then replace the content.
+    time to the first token, the sources of the tokens, and whether the answers agree. Without
+    VLLM_SERVER_DEV_MODE=1 the server cannot empty its cache; other prompts then evict the content.
     """
     from vllm_nvmeof_offload.errors import OffloadError
 
@@ -325,7 +325,7 @@ def version() -> None:
 @app.callback(invoke_without_command=True)
 def _options(
     show_version: Annotated[
-        bool, typer.Option("--version", help="Print the versions, like the command version.")
+        bool, typer.Option("--version", help="Print the versions, as the version command does.")
     ] = False,
 ) -> None:
     if show_version:
@@ -347,7 +347,7 @@ def config_show(
     key: Annotated[str, typer.Argument(help="A key, or its environment variable.")],
     as_json: AsJson = False,
 ) -> None:
-    """Show one configuration key, with its environment variable and that variable's value."""
+    """Show one configuration key, its environment variable and the variable's value."""
     from vllm_nvmeof_offload.commands import configuration
 
     configuration.print_key(key, as_json)
@@ -366,8 +366,8 @@ def config_check(
     model: Annotated[
         str | None,
         typer.Option(
-            help="Also check sizes that depend on the model: a config.json, its directory, or a "
-            "known model. Default: the model of a YAML file."
+            help="Also check sizes for this model: a config.json, its directory, or a known model. "
+            "Default: the model in a YAML file."
         ),
     ] = None,
     kv_dtype: KvType = "auto",
@@ -389,11 +389,11 @@ def list_pools(
     target: Targets = None,
     regions: Annotated[
         bool,
-        typer.Option("--regions", help="Also list each region: its owner, lease, lock, readers."),
+        typer.Option("--regions", help="Also list each region's engine, lease, lock and readers."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List targets and their pools: entries, size, last use, and the process that holds each.
+    """List targets and their pools: entries, size, last use, and the process that uses each.
 
     Pools of other models and format versions are included. A region is one rank's part of a pool
     on one target.
@@ -408,7 +408,7 @@ def inspect(
     which: Which,
     target: Targets = None,
     slot: Annotated[
-        int | None, typer.Option(help="Also read all of this slot of one directory and show it.")
+        int | None, typer.Option(help="Also read and show this slot of one rank's directory.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -424,7 +424,7 @@ def check_pools(
     target: Targets = None,
     deep: Annotated[
         bool,
-        typer.Option("--deep", help="Read all of every stored slot and verify its checksums."),
+        typer.Option("--deep", help="Read every stored slot in full and verify its checksums."),
     ] = False,
     repair: Annotated[
         bool,
@@ -434,7 +434,7 @@ def check_pools(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check superblocks, and tables against slot headers. The worst finding is the exit code."""
+    """Check superblocks, and tables against slot headers. The exit code is the worst finding."""
     from vllm_nvmeof_offload.commands.pool import check, show
 
     with show.progress() as on_progress:
@@ -449,14 +449,14 @@ def remove_pool(
     salt: Annotated[
         str | None,
         typer.Option(
-            help="Only overwrite the chunks of requests with this cache_salt; -: read it from "
-            "standard input. Exit code 1 if the salt of other chunks is unknown."
+            help="Only overwrite the chunks of requests with this cache_salt; -: read the salt "
+            "from standard input. The exit code is 1 if the salt of other chunks is unknown."
         ),
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a pool, unless a live server holds it. Deletes only files of this program."""
+    """Remove a pool unless a running server uses it. Deletes only files of this program."""
     from vllm_nvmeof_offload.commands.pool import show
 
     if salt == "-":
@@ -475,8 +475,8 @@ def prune_pools(
 ) -> None:
     """Remove the pools that no server has used for some time, as after an upgrade of vLLM.
 
-    Lists the directories and asks first. Never removes a pool that a live server holds or reads,
-    and deletes only files of this program. Give all targets of a pool at once.
+    Lists the directories and asks first. Never removes a pool that a running server uses or reads,
+    and deletes only files of this program. Give all targets of a pool together.
     """
     from vllm_nvmeof_offload.commands.pool import show
 
@@ -487,7 +487,7 @@ def prune_pools(
 def prefill(which: MaybeWhich = None, target: Targets = None, as_json: AsJson = False) -> None:
     """Write zeros into slots that were never written, so that first writes run at full speed.
 
-    Works on pools that a server created and no server is using. Stored slots are not touched.
+    The pool must exist and not be in use. Stored slots are not changed.
     """
     from vllm_nvmeof_offload.commands.pool import show
 

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Configuration: the keys, their parser, and the checks that need this machine.
 
-A key's value is taken from `kv_connector_extra_config`, else from the environment variable
-`VLLM_NVMEOF_<KEY>`; else it is the default. An unknown key, a wrong type or an impossible value
-raises `ConfigError`, which names the key, the value and the remedy. tools/config_doc.py generates
-docs/configuration.md from the keys.
+`kv_connector_extra_config` takes precedence over the environment variable `VLLM_NVMEOF_<KEY>`, and
+the variable over the default. tools/config_doc.py generates docs/configuration.md from the keys.
 """
 
 from __future__ import annotations
@@ -49,46 +47,46 @@ from vllm_nvmeof_offload.protocol import AHEAD_CACHE_SHARE
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes, parse_bytes
 
 ENV_PREFIX = "VLLM_NVMEOF_"
-#: The variable that must also be set for fault injection, so that no single mistake enables it.
+#: Fault injection also needs this variable, so that no single mistake enables it.
 ALLOW_FAULTS = "VLLM_NVMEOF_ALLOW_FAULT_INJECTION"
-#: The variable with fields of `Tuning` as a JSON object, for benchmarks and tests with a server.
+#: A JSON object with fields of `Tuning`, for benchmarks and tests with a server.
 EXPERIMENT = "VLLM_NVMEOF_EXPERIMENT"
 
 _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
 POOL_BYTES_DEFAULT_MAX_LAYER = GIB
-#: Two, so that one slot can be read into while the other is copied from.
+#: Two: one slot is read into while the other is copied from.
 _STREAM_SLOTS_MIN = 2
 #: The most reads that a peer may have in progress.
 _SERVE_SLOTS_MAX = 1024
 _SECRET_BYTES_MIN, _SECRET_BYTES_MAX = 16, 4096
 _MAKE_SECRET = "create one with `(umask 077; openssl rand -hex 32 > FILE)`; copy it to each server"
-#: No machine has an EiB; a larger number is a mistake and would overflow 64-bit arithmetic.
+#: 1 EiB. A larger number is a mistake and would overflow 64-bit arithmetic.
 _SIZE_BYTES_MAX = 1 << 60
 PORT_MAX = (1 << 16) - 1
 #: The first address at which `metrics_listen: "auto"` listens.
 METRICS_ADDRESS = "127.0.0.1:9808"
 
-#: vLLM's own keys, which may be given in addition to ours.
+#: vLLM's own keys, accepted in addition to ours.
 _VLLM_KEYS = {
     *("spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "offload_prompt_only"),
     *("self_describing_kv_events", "sync_load_budget_bytes", "canonical_layout"),
 }
-#: The entry of `kv_connector_extra_config` that gives every process stamps of the models' files,
-#: taken by the plugin before vLLM reads the files. Not a key, because users never set it.
+#: The entry of `kv_connector_extra_config` with stamps of the models' files, which the plugin takes
+#: before vLLM reads the files. It is not a key, because users never set it.
 WEIGHTS_SEEN = "_weights_seen"
-#: Keys of other backends that users may try, and our key that the error suggests instead.
+#: Keys of other backends, and the key that the error suggests instead.
 _FOREIGN_KEYS = {
     "cpu_bytes_to_use": "staging_bytes",
     "num_cpu_blocks": "staging_bytes",
     "secondary_tiers": "targets",
     "root_dir": "targets",
 }
-#: The least similarity, from 0 to 1, of a name to the key that its error suggests. The typo
-#: pool_size has 0.632; LMCache's max_local_disk_size has 0.621, to block_size, which misleads.
+#: The minimum similarity, from 0 to 1, of an unknown name to the key that the error suggests. The
+#: typo pool_size has 0.632 to pool_bytes; LMCache's max_local_disk_size has 0.621 to block_size.
 _SIMILARITY_MIN = 0.63
 
-#: Mistakes in a target: a shell's variable, and paths that a comma or a colon separates.
+#: Mistakes in a target: a shell variable, and two paths separated by a comma or a colon.
 _VARIABLE, _TWO_PATHS = re.compile(r"\$\w|\$\{"), re.compile(r"[:,]\s*[/~]")
 
 #: Values of `share` that are not names of groups.
@@ -98,12 +96,10 @@ _NO_GROUPS = frozenset({"off", "host"})
 
 
 def default_staging_bytes() -> int:
-    """Return the default size of pinned memory: a quarter of usable memory, at most 8 GiB."""
     return min(_STAGING_BYTES_DEFAULT_MAX, memory_bytes() // 4)
 
 
 def default_target(env: Mapping[str, str]) -> str:
-    """Return the default pool directory, from `XDG_CACHE_HOME` or `HOME` in `env`."""
     cache = env.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(cache):  # the XDG specification says to ignore relative paths
         cache = os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
@@ -128,7 +124,7 @@ _SIZE_TO_GIB = f"{_SIZE} from 4KiB to 1GiB"
 
 
 def _key(default: Any, unit: str, allowed: str, meaning: str, **limits: Any) -> Any:
-    """Declare a key. `allowed` completes the sentence "give …" in error messages."""
+    """Declare a key. Error messages say "give" and `allowed`."""
     limits["default_factory" if callable(default) else "default"] = default
     extra: dict[str, Any] = {"unit": unit, "allowed": allowed}
     return Field(description=meaning, json_schema_extra=extra, **limits)
@@ -147,47 +143,45 @@ _Bytes = Annotated[int, Field(ge=PAGE_BYTES)]
 
 
 class Tuning(BaseModel):
-    """Settings that users need not change, each with the reason for its default.
-
-    Benchmarks and tests set fields in code or, for a server, with `EXPERIMENT`. Sizes are in bytes.
-    """
+    """Settings that users need not change, each with the reason for its default. Benchmarks and
+    tests set fields in code or, for a server, with `EXPERIMENT`. Sizes are in bytes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    #: Slots per rank through which loads stream: at most a quarter of the rank's pinned memory, and
-    #: twice as many with peers. 64 slots of 1 MiB hold `read_bytes_in_flight_max`.
+    #: Slots per rank through which loads stream, doubled with peers; at most a quarter of the
+    #: rank's pinned memory. 64 slots of 1 MiB hold `read_bytes_in_flight_max`.
     stream_slots: Annotated[int, Field(ge=_STREAM_SLOTS_MIN)] = 64
     #: The most reads and the most writes in flight per target with io_uring. Doubling this and the
-    #: read bytes gave 0.959 and 0.938 of a bare ring's rate instead of 0.945 and 0.938.
+    #: read bytes in flight gave 0.959 and 0.938 of a bare ring's rate instead of 0.945 and 0.938.
     io_depth: _Count = 64
-    #: Approximate size of the operations into which io_uring splits a chunk, so that no operation
-    #: delays the others for long.
+    #: The approximate size of the operations into which io_uring splits a chunk, so that a large
+    #: operation does not delay others.
     io_split_bytes: _Bytes = MIB
-    #: Threads per rank that read and write if io_uring is denied, shared by the targets. Each
-    #: target gets at least two threads and reserves one for reads.
+    #: Threads per rank that read and write if io_uring is denied, divided among the targets. Each
+    #: target has at least two threads and reserves one for reads.
     io_threads: Annotated[int, Field(ge=2)] = 8
-    #: The bound per rank and, with io_uring, per target. Devices complete reads in bursts, so this
-    #: is eight times what a 100 Gb/s link carries in 0.6 ms.
+    #: The bound per rank and, with io_uring, per target. Because devices complete reads in bursts,
+    #: the bound is eight times what a 100 Gb/s link carries in 0.6 ms.
     read_bytes_in_flight_max: _Bytes = 64 * MIB
-    #: The same for writes; with io_uring, lowered to 12.5 ms of writing but at least 32 MiB.
+    #: The same for writes. io_uring lowers the bound to 12.5 ms of writing, but at least 32 MiB.
     write_bytes_in_flight_max: _Bytes = 64 * MIB
     #: The bound on writes while reads wait or run, to keep reads fast. One write may always run.
     write_bytes_beside_reads_max: _Bytes = 512 * KIB
-    #: The time after which a write counts as failed, and its chunk stays only in the CPU tier. It
-    #: is long, because no request waits for a write. It also applies to a reset's superblock.
+    #: The time after which a write counts as failed; its chunk then remains only in the CPU tier.
+    #: It is long, because no request waits for a write. It also applies to a reset's superblock.
     write_deadline_ms: _Count = 30_000
-    #: Engine that copies between a GPU and pinned memory. auto: the GPU's copy engines (dma), or a
-    #: kernel on a few multiprocessors if that was measured to be at least 1.5 times as fast.
+    #: The engine that copies between a GPU and pinned memory. auto: the GPU's copy engines (dma),
+    #: or a kernel on a few multiprocessors if calibration found it at least 1.5 times as fast.
     copy_backend: Literal["auto", "dma", "kernel"] = "auto"
-    #: Processor that computes and verifies the checksums of whole chunks. gpu: while copying from
-    #: or to GPU memory or, on vLLM's CPU engine, in the copying thread. Not measured yet.
+    #: The processor that computes and verifies the checksums of whole chunks. gpu: during copies
+    #: from or to GPU memory or, on vLLM's CPU engine, in the copying thread. Not measured yet.
     checksum_at: Literal["cpu", "gpu"] = "cpu"
-    #: Control file that makes pool I/O fail or deliver wrong KV, for tests only.
+    #: A control file that makes pool I/O fail or deliver wrong KV, only for tests.
     fault_injection: Annotated[str, Field(min_length=1)] | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Tuning:
-        """Read the settings of an experiment. Raises ConfigError for an unknown field, a wrong
+        """Read the settings from `EXPERIMENT`. Raises ConfigError for an unknown field, a wrong
         value, or fault injection that `ALLOW_FAULTS` does not allow."""
         text = env.get(EXPERIMENT, "{}")
         try:
@@ -201,8 +195,8 @@ class Tuning(BaseModel):
             raise ConfigError(
                 "fault_injection",
                 tuning.fault_injection,
-                "makes I/O fail and answers wrong on purpose; leave it out or, for a test, also "
-                f"set the environment variable {ALLOW_FAULTS}=1",
+                "makes I/O fail and answers wrong on purpose; leave fault_injection out or, for a "
+                f"test, also set the environment variable {ALLOW_FAULTS}=1",
             )
         return tuning
 
@@ -231,8 +225,8 @@ class OffloadConfig(BaseModel):
         "of the targets' free space, whichever is less; at most 1 GiB in a container's own layer.",
         ge=0)
     allow_root_file_system: bool = _flag(
-        False, "Accept targets on the root file system, where the directory of an unmounted "
-        "target would be. The default target is always accepted.")
+        False, "Accept targets on the root file system. By default only the default target is "
+        "accepted there, because the directory of an unmounted target is on the root file system.")
     chunk_bytes_min: _Size = _key(
         512 * KIB, "bytes", _SIZE_TO_GIB,
         "Smallest chunk size on one rank, from 4 KiB to 1 GiB; a chunk has at most 256 tokens. "
@@ -240,41 +234,41 @@ class OffloadConfig(BaseModel):
     ahead_cache_share: float = _key(
         AHEAD_CACHE_SHARE, "share", "a number from 0 to 1",
         "Share of the cache slots, from 0 to 1, that one load may fill from the pool. Chunks held "
-        "or fetched ahead get half of the share for preempted requests and half for queued ones. "
-        "0: loads leave nothing in the CPU tier, and nothing is fetched ahead.",
+        "or prefetched may use half of the share for preempted requests and half for queued "
+        "requests. 0: loads leave nothing in the CPU tier, and nothing is prefetched.",
         ge=0, le=1)
     retain_share: float = _key(
         0.25, "share", "a number from 0 to 0.5",
-        "Share of each tier's slots, from 0 to 0.5, for chunks that requests with the same "
-        "cache_salt retain; all requests together get twice the share. 0: nothing is retained.",
+        "Share of each tier's slots, from 0 to 0.5, that requests with the same cache_salt can "
+        "retain; all requests together can retain twice the share. 0: nothing is retained.",
         ge=0, le=0.5)
     admission: Literal["auto", "always"] = _key(
         "auto", "", '"auto" or "always"',
-        "Choice between loading and recomputing a hit. auto: load if that is expected to be faster "
-        "at the measured rates; always: load.")
+        "Choice between loading and recomputing a hit. auto: load if loading is expected to be "
+        "faster at the measured rates; always: load every hit.")
     io_engine: Literal["auto", "uring", "threads"] = _key(
         "auto", "", '"auto", "uring" or "threads"',
         "Engine that reads and writes the pool. auto: io_uring, or threads if the kernel denies "
-        "io_uring; uring: io_uring, or refuse to start; threads: blocking calls.")
+        "io_uring; uring: refuse to start without io_uring; threads: blocking calls in threads.")
     o_direct: Literal["auto", "on", "off"] = _key(
         "auto", "", '"auto", "on" or "off"',
         "Use of O_DIRECT, which bypasses the page cache. auto: if the file system supports "
-        "O_DIRECT; on: always, or refuse to start; off: never.")
+        "O_DIRECT; on: refuse to start without O_DIRECT; off: never.")
     write_policy: Literal["through", "on_eviction", "off"] = _key(
         "through", "", '"through", "on_eviction" or "off"',
-        "Time at which chunks are written to the pool. through: after the store into the CPU tier; "
-        "on_eviction: before the CPU tier reuses the slot, which causes far fewer writes, but a "
-        "restart loses unwritten chunks; off: never.")
+        "Time at which a chunk is written to the pool. through: after the store into the CPU tier; "
+        "on_eviction: before the CPU tier reuses the chunk's slot, which causes far fewer writes, "
+        "but unwritten chunks are lost at a restart; off: never.")
     eviction_policy: str = _key(
-        "credited_lru", "", '"credited_lru", "lru", or "module:Class" of a policy of your own',
-        "Policy that selects chunks for eviction. lru: the least recently used; credited_lru: lru, "
-        "except that with write_policy=through the CPU tier keeps reused chunks longer; "
-        "module:Class: your own policy (examples/04_custom_policy.py).", min_length=1)
+        "credited_lru", "", '"credited_lru", "lru", or "module:Class" of your own policy',
+        "Policy that selects chunks for eviction. lru: least recently used; credited_lru: lru, but "
+        "with write_policy=through the CPU tier keeps reused chunks longer; module:Class: your own "
+        "policy (examples/04_custom_policy.py).", min_length=1)
     store_threshold: int = _integer(
         1, "sightings", 1, 1_000_000,
-        "Number of requests that must have contained a chunk before the chunk is offloaded, "
-        "counted as for vLLM's key of this name. A value above 1 reduces writes, but preempted "
-        "requests recompute chunks that no other request contained.")
+        "Number of requests that must have contained a chunk before the chunk is offloaded, as "
+        "with vLLM's key of the same name. A value above 1 reduces writes, but preempted requests "
+        "recompute chunks that no other request contained.")
     boundary_tokens: Literal["auto"] | _Tokens = _key(
         "auto", "tokens", '"auto", or an integer from 0 to 1073741824',
         "Tokens between boundaries at which windows and recurrent states are stored, in addition "
@@ -282,32 +276,32 @@ class OffloadConfig(BaseModel):
         "at most half the bytes of full attention since the previous one; 0: only ends of prompts. "
         "Overridden by vLLM's --prefix-cache-retention-interval above 0.")
     one_copy: bool = _flag(
-        False, "Store KV that is equal on several ranks only once per set of equal ranks.")
+        False, "Store one copy of KV that is identical on several ranks, instead of one per rank.")
     read_deadline_ms: int = _integer(
         5_000, "ms", 1, 3_600_000,
-        "Time after which a read from the pool counts as failed and its request recomputes.")
+        "Time after which a read from the pool counts as failed and its tokens are recomputed.")
     share: str = _key(
         "host", "",
         '"off", "host", or the name of a group of servers: 1 to 64 letters, digits and . _ -',
-        "Servers whose chunks are loaded, if model, weights and targets are the same. host: this "
-        "host's servers, except on network file systems; off: none; any other name: a group's "
-        "servers on any host, with separate pools that need O_DIRECT.",
+        "Other servers whose chunks are loaded if model, weights and targets are the same. host: "
+        "servers on this host, except on network file systems; off: none; any other name: servers "
+        "on any host with the same name here. Pools stay separate; a group needs O_DIRECT.",
         pattern=r"^[A-Za-z0-9._-]{1,64}$")
     server_name: str = _key(
         "", "", "1 to 64 letters, digits and . _ -, or leave it out",
-        "Name in the leases of this server's pool, if share names a group. A server adopts the "
-        "pool that was last leased under its name. Default: the host's name.",
+        "Name of this server in the leases of its pool, used if share names a group. A server "
+        "adopts the pool last leased under its name. Default: the host's name.",
         pattern=r"^[A-Za-z0-9._-]{0,64}$")
     peers: _Strings = _key(
-        list, "addresses", '"HOST:PORT" or a list of them, from peer_listen of the servers',
+        list, "addresses", '"HOST:PORT" or a list of such addresses, as in the peers\' peer_listen',
         "HOST:PORT of servers with the same targets that also read for this server. Rank r "
-        "connects to PORT + r; each data-parallel replica has a different port. Every chunk from a "
-        "peer is verified.", max_length=64)
+        "connects to PORT + r; each data-parallel replica has a different port. Every chunk read "
+        "by a peer is verified.", max_length=64)
     peer_listen: str = _key(
         "", "", '"HOST:PORT" with an address of this machine, or leave it out',
-        "HOST:PORT on which this server reads for servers that list the address in peers. Rank r "
-        "of replica d uses PORT + d * ranks + r. Without share_secret_file, only a loopback "
-        "address is accepted, through which every user of the host can read KV.")
+        "HOST:PORT at which this server accepts reads for servers that list the address in peers. "
+        "Rank r of replica d uses PORT + d * ranks + r. Without share_secret_file, only a loopback "
+        "address is accepted, and every user of the host can read KV through the address.")
     serve_bytes: _Size = _key(
         64 * MIB, "bytes", _SIZE_FROM_PAGE,
         "Pinned memory per rank, part of staging_bytes, for reads on behalf of peers; used with "
@@ -320,14 +314,15 @@ class OffloadConfig(BaseModel):
     metrics_listen: str = _key(
         "auto", "", '"auto", "off", "HOST:PORT" with an address of this machine, or the absolute '
         "path of a file that ends in .prom",
-        "HOST:PORT of an HTTP endpoint with this package's metrics and the last requests' records; "
-        "replica d uses PORT + d. auto: from 127.0.0.1:9808 on, only if vLLM's Rust front end "
-        "drops the metrics; off: none; a *.prom file: metrics for a node exporter, every 15 s.",
+        "HOST:PORT of an HTTP endpoint with this package's metrics and records of recent requests; "
+        "replica d uses PORT + d. auto: the first free port from 127.0.0.1:9808 on, if vLLM's Rust "
+        "front end drops the metrics; off: none; a *.prom file: a file for a node exporter, "
+        "written every 15 s.",
         min_length=1)
     adopt: bool = _flag(True, "Use chunks that an earlier run left in the pool.")
     weights_never_change: bool = _flag(
-        False, "Promise that weights never change in a running engine, so that a later run may "
-        "adopt chunks stored after a cache reset.")
+        False, "Promise that weights never change in a running engine. A later run may then adopt "
+        "chunks stored after a cache reset.")
     trust_weight_version: bool = _flag(
         False, "Use vLLM's weight_version (/finish_weight_update, /update_weight_version) as the "
         "name of new weights. Safe only if equal versions of a model mean equal weights in all "
@@ -341,7 +336,7 @@ class OffloadConfig(BaseModel):
         "the number; without the plugin, give vLLM's --data-parallel-size.",
         ge=1, le=64)
     offload_prompt_only: bool = _flag(
-        False, "Key of vLLM: store only prompts; false by default, so that answers are stored too.")
+        False, "Key of vLLM: store only prompts. By default, answers are stored too.")
     blocks_per_chunk: int | None = _key(
         None, "blocks", "an integer of at least 1, or leave it out",
         "Key of vLLM: blocks per chunk; overrides chunk_bytes_min.", ge=1)
@@ -366,7 +361,6 @@ class OffloadConfig(BaseModel):
 
     @property
     def tuning(self) -> Tuning:
-        """Return the settings for which there is no key."""
         return self._tuning
 
     @field_validator("targets")
@@ -375,12 +369,12 @@ class OffloadConfig(BaseModel):
         if not all(t.strip() for t in targets):
             raise ValueError("an empty path")
         if any(os.path.expanduser(t).startswith("~") for t in targets):
-            raise ValueError("~ has no meaning: HOME and the user database name no directory")
+            raise ValueError("~ cannot be expanded: HOME and the user database name no directory")
         for target in targets:
             if _VARIABLE.search(target):
                 raise ValueError(f"the variable in {target} is not expanded here")
             if _TWO_PATHS.search(target) and not os.path.exists(target):
-                raise ValueError(f"{target} looks like two paths, and does not exist")
+                raise ValueError(f"{target} does not exist and looks like two paths")
         paths = [os.path.abspath(os.path.expanduser(t)) for t in targets]
         if len({os.path.realpath(p) for p in paths}) != len(paths):
             raise ValueError("the same directory twice")
@@ -425,7 +419,7 @@ class OffloadConfig(BaseModel):
         for key, addresses in (("peers", self.peers), ("peer_listen", [self.peer_listen])):
             for one in filter(None, addresses):
                 if self.pool_bytes == 0:
-                    remedy = "peers read pools, but pool_bytes=0 means none; leave out one of them"
+                    remedy = f"peers read pools, but pool_bytes=0 means none; leave out {key}"
                     raise ConfigError(key, one, remedy)
                 if not self.share_secret_file and not _is_loopback(one):
                     remedy = (
@@ -443,13 +437,12 @@ class OffloadConfig(BaseModel):
     @model_validator(mode="after")
     def _one_chunk_size(self) -> OffloadConfig:
         if self.blocks_per_chunk is not None and self.block_size is not None:
-            remedy = f"blocks_per_chunk={self.blocks_per_chunk} sets it already; give only one"
+            remedy = f"blocks_per_chunk={self.blocks_per_chunk} has the same effect; give only one"
             raise ConfigError("block_size", self.block_size, remedy)
         return self
 
 
 def is_text_file(listen: str) -> bool:
-    """Return whether a value of `metrics_listen` names a text file."""
     return os.path.isabs(listen) and listen.endswith(".prom")
 
 
@@ -462,7 +455,6 @@ def _is_loopback(address: str) -> bool:
 
 
 def _check_address(address: str) -> None:
-    """Raise ValueError unless the address is HOST:PORT."""
     host, _, port = address.rpartition(":")
     if not host or "/" in host or any(map(str.isspace, host)):
         raise ValueError("no host before a port")
@@ -495,8 +487,7 @@ def describe_keys(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
 
 
 def find_key(name: str) -> str:
-    """Return the key that `name`, a key or its variable, means. Raises ConfigError if there is
-    none."""
+    """Return the key with this name or variable. Raises ConfigError if there is none."""
     key = _bare(name)
     if key not in OffloadConfig.model_fields:
         hint = _hint(name, list(OffloadConfig.model_fields))
@@ -505,7 +496,6 @@ def find_key(name: str) -> str:
 
 
 def _notes(key: str) -> dict[str, str]:
-    """Return a key's `unit` and `allowed`."""
     notes = OffloadConfig.model_fields[key].json_schema_extra
     assert isinstance(notes, dict), key
     return {name: str(note) for name, note in notes.items()}
@@ -517,8 +507,8 @@ def _notes(key: str) -> dict[str, str]:
 def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) -> OffloadConfig:
     """Parse `kv_connector_extra_config` and the environment variables of keys not given in it.
 
-    Refuses an unknown key or variable, a wrong type, a value that cannot work, and fault injection
-    that `ALLOW_FAULTS` does not allow.
+    Raises ConfigError for an unknown key or variable, a wrong type, a value that cannot work, and
+    fault injection that `ALLOW_FAULTS` does not allow.
     """
     config, errors = diagnose(extra, env)
     raise_all(errors)
@@ -528,10 +518,7 @@ def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None)
 def diagnose(
     extra: Mapping[str, Any], env: Mapping[str, str] | None = None
 ) -> tuple[OffloadConfig, list[ConfigError]]:
-    """Parse as `parse_config`, but return all errors instead of raising them.
-
-    In the returned settings, keys with errors have their defaults.
-    """
+    """Parse like `parse_config`, but return the errors; keys with errors have their defaults."""
     env = os.environ if env is None else env
     errors: list[ConfigError] = []
     values = _from_env(env, errors)
@@ -542,14 +529,14 @@ def diagnose(
             errors.append(_unknown(str(name), value, "key", list(OffloadConfig.model_fields)))
     values.setdefault("targets", [default_target(env)])
     config = None
-    while config is None:  # each turn removes the values that the previous one has refused
+    while config is None:  # each pass removes the values that were refused
         found: dict[str, Any] = {}
         try:
             config = OffloadConfig.model_validate(values)
         except ValidationError as error:
             for one in error.errors(include_url=False):
                 found.setdefault(str(one["loc"][0]), one)
-        except ConfigError as error:  # of two keys that contradict each other
+        except ConfigError as error:  # two keys contradict each other
             errors.append(error)
             del values[error.key]
         errors += [_refusal(key, values.pop(key), key in extra, found[key]) for key in found]
@@ -565,7 +552,6 @@ def _variable(key: str) -> str:
 
 
 def _variables() -> dict[str, str]:
-    """Return the key of each variable: all our keys, and vLLM's `offload_prompt_only`."""
     return {
         _variable(name): name
         for name in OffloadConfig.model_fields
@@ -574,7 +560,6 @@ def _variables() -> dict[str, str]:
 
 
 def _from_env(env: Mapping[str, str], errors: list[ConfigError]) -> dict[str, Any]:
-    """Return the values of variables by key; append an error for each unknown variable."""
     known = _variables()
     values: dict[str, Any] = {}
     for variable, text in env.items():
@@ -588,7 +573,6 @@ def _from_env(env: Mapping[str, str], errors: list[ConfigError]) -> dict[str, An
 
 
 def _typed(name: str, text: str) -> Any:
-    """Convert a variable's text to a value, which is validated later like any other."""
     if name == "targets" and not text.startswith("["):
         return text.split(os.pathsep)
     if name == "peers" and not text.startswith("["):
@@ -612,15 +596,13 @@ def _bare(name: str) -> str:
 
 
 def _hint(name: str, valid: list[str]) -> str:
-    """Suggest the valid name that `name` may mean, if one is close, and the list of all."""
     bare = {_bare(one): one for one in valid}
     close = difflib.get_close_matches(_bare(name), bare, n=1, cutoff=_SIMILARITY_MIN)
     near = _FOREIGN_KEYS.get(name) or next((bare[one] for one in close), "")
-    return f"{f'did you mean {near}? ' if near else ''}`vllm-nvmeof config` lists them all"
+    return f"{f'did you mean {near}? ' if near else ''}`vllm-nvmeof config` lists all keys"
 
 
 def _refusal(key: str, value: object, from_json: bool, error: Any) -> ConfigError:
-    """Turn a pydantic error into a plain sentence."""
     shown, wrong = key if from_json else _variable(key), value
     where, at = error["loc"][1:2], ""
     if isinstance(value, list) and where and isinstance(where[0], int):
@@ -634,10 +616,8 @@ def _refusal(key: str, value: object, from_json: bool, error: Any) -> ConfigErro
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """One of `count` engines that share `pool_bytes` and `staging_bytes`.
-
-    `server` identifies one start of the server and is the same for all ranks of all replicas.
-    """
+    """One of `count` engines that share `pool_bytes` and `staging_bytes`. `server` identifies one
+    run of the server and is the same on all ranks of all replicas."""
 
     index: int = 0
     count: int = 1
@@ -654,8 +634,6 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class TargetInfo:
-    """A usable target."""
-
     path: str
     file_system: str
     free_bytes: int
@@ -664,8 +642,8 @@ class TargetInfo:
 def check_targets(config: OffloadConfig, *, create: bool = True) -> list[TargetInfo]:
     """Create missing targets with mode 0700 and write a byte to each; do nothing without a pool.
 
-    Refuses a target that is not a directory, that cannot be created or written, or that is on the
-    root file system unless that is allowed. Without `create`, nothing on disk is changed.
+    Raises ConfigError for a target that is not a directory, cannot be created or written, or is on
+    the root file system without permission. Without `create`, nothing on disk is changed.
     """
     if config.pool_bytes == 0:
         return []
@@ -682,8 +660,9 @@ def _check_target(path: str, config: OffloadConfig, create: bool) -> TargetInfo:
         raise ConfigError(
             "targets",
             path,
-            f"{missing} the root file system, or in a directory of another one; mount the target's "
-            "own or, if the pool may fill that file system, set allow_root_file_system to true",
+            f"{missing} the root file system, or in a directory of another file system; mount the "
+            "target's own file system or, if the pool may use this one, set "
+            "allow_root_file_system to true",
         )
     try:
         if create:
@@ -705,7 +684,6 @@ def _check_target(path: str, config: OffloadConfig, create: bool) -> TargetInfo:
 
 
 def _may_create(place: Path) -> bool:
-    """Return whether files can be created in `place`: not even root can in /proc, of size 0."""
     return os.access(place, os.W_OK | os.X_OK) and shutil.disk_usage(place).total > 0
 
 
@@ -717,8 +695,8 @@ def _needs_permission(path: str) -> bool:
 def judge_access(path: str) -> tuple[str, str]:
     """Return how other users can tamper with a target, and the remedy; both "" if they cannot.
 
-    A user who owns a directory or may rename files in it can remove our keyspaces, though not read
-    them. Root can do so everywhere, so root is not reported.
+    A user who owns a directory or may rename files in it can remove our keyspaces, but not read
+    them. Root is not reported, because root can do so everywhere.
     """
     status, me = os.stat(path), os.geteuid()
     mode = stat.S_IMODE(status.st_mode)
@@ -736,14 +714,13 @@ def judge_access(path: str) -> tuple[str, str]:
 
 
 def _file_system(path: str) -> str:
-    """Return the type of the file system that holds `path`, from the kernel's mount table."""
     mount = mount_of(os.path.realpath(path), read_mounts())
     return mount.file_system if mount else "unknown"
 
 
 def share_secret(config: OffloadConfig) -> bytes:
-    """Return the content of `share_secret_file` without surrounding white space; empty if no file
-    is named. Raises ConfigError if the file cannot be used."""
+    """Return the stripped content of `share_secret_file`; empty if no file is configured. Raises
+    ConfigError if the file cannot be used."""
     path = config.share_secret_file
     if not path:
         return b""
@@ -771,28 +748,26 @@ def share_secret(config: OffloadConfig) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without blocking, even if it is a named pipe."""
+    """Open a file without blocking, even a named pipe."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging_bytes") -> None:
-    """Refuse staging if one of `node_count` machines, or containers, cannot hold its share.
-
-    `key` is the option, key or variable that the user set.
-    """
+    """Refuse staging if one of `node_count` machines or containers cannot hold its share. `key` is
+    the option, key or variable that the user set."""
     most = memory_bytes()
     if config.staging_bytes // node_count > most:
         raise ConfigError(
             key,
             format_bytes(config.staging_bytes),
-            f"this machine has only {format_bytes(most)} of memory; give less than that, and "
-            "leave room for the engine",
+            f"this machine has only {format_bytes(most)} of memory; give less, and leave room for "
+            "the engine",
         )
 
 
 def check_memory_left(staging_bytes: int) -> None:
-    """Refuse staging that exceeds the memory left in this container, because the kernel would
-    silently kill a process. `staging_bytes` is for one rank, or for all ranks on this machine."""
+    """Refuse staging that exceeds the container's free memory: the kernel would kill a process.
+    `staging_bytes` is for one rank, or for all ranks on this machine."""
     left = memory_left_bytes()
     if staging_bytes > left:
         raise ConfigError(
@@ -804,10 +779,10 @@ def check_memory_left(staging_bytes: int) -> None:
 
 
 def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
-    """Refuse a configured pool if a target lacks space for the pool and what must stay free.
+    """Refuse a configured pool if a file system lacks space for it and the space to leave free.
 
     `held` is, by target, the bytes of existing pools that this server may use. An existing pool
-    keeps its size, however full the file system has become.
+    keeps its size, even if the file system has become full.
     """
     by_device: dict[int, list[int]] = {}  # positions of targets, by device
     for at, target in enumerate(config.targets):
@@ -833,22 +808,22 @@ def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
 
 
 def set_replicas(extra: MutableMapping[str, Any], count: int) -> None:
-    """Write vLLM's number of data-parallel replicas into `extra`; refuse a different number."""
+    """Write vLLM's `data_parallel_size` into `extra`; refuse a different number."""
     if count > 1 and extra.setdefault("replicas", count) != count:
         remedy = f"data_parallel_size is {count}; leave this key out"
         raise ConfigError("replicas", extra["replicas"], remedy)
 
 
 def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
-    """Return the size of the pool in bytes over all ranks and targets, or 0 for none.
+    """Return the size of the pool in bytes over all ranks and targets, or 0 for no pool.
 
-    The default is half of the targets' free space plus `held_bytes`, the size of existing pools
-    that this server may use; without these, every restart would halve the pool. It is at most
-    100 GiB, or 1 GiB in a container's own layer. A file system with several targets counts once.
+    The default is half of the sum of the targets' free space and `held_bytes`, the size of existing
+    pools that this server may use; without `held_bytes`, every restart would halve the pool. The
+    default is at most 100 GiB, or 1 GiB in a container's own layer.
     """
     if config.pool_bytes is not None:
         return config.pool_bytes
-    free: dict[int, int] = {}
+    free: dict[int, int] = {}  # by device: a file system with several targets counts once
     most = _POOL_BYTES_DEFAULT_MAX
     for target in config.targets:
         place = existing(Path(target))
@@ -864,7 +839,7 @@ def is_container_layer(target: str) -> bool:
 
 
 def serve_slots(config: OffloadConfig, slot_bytes: int) -> int:
-    """Return the number of slots into which a rank reads for peers. Raises: ConfigError."""
+    """Return the number of slots into which a rank reads for peers. Raises ConfigError."""
     if not config.peer_listen:
         return 0
     slots = config.serve_bytes // slot_bytes
@@ -883,8 +858,8 @@ def check_fits(
 ) -> None:
     """Refuse staging or a pool that is too small for the slots that every rank needs.
 
-    The error states a sufficient size. `slot_bytes` is the size of the header page and the padded
-    payload of one rank's part of a chunk. `held_bytes` is as in `resolve_pool_bytes`.
+    The error states a sufficient size. `slot_bytes` includes the header page and the padding.
+    `held_bytes` is as in `resolve_pool_bytes`.
     """
     slots = _STREAM_SLOTS_MIN + 1 + serve_slots(config, slot_bytes)
     ranks, errors = world_size * replicas, []
@@ -908,7 +883,7 @@ def check_fits(
 
 
 def _at_least(count: int) -> str:
-    """Format `count` bytes as a value for the configuration, never rounded down."""
+    """Format `count` bytes as a value for the configuration, rounded up."""
     units = (("GiB", GIB), ("MiB", MIB), ("KiB", KIB))
     unit, size = next((one for one in units if count >= 10 * one[1]), units[-1])
     return f'"{-(-count // size)}{unit}"'

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector: vLLM's OffloadingConnector, extended for a fallible, persistent backend.
 
-* it reports failed loads, so that vLLM recomputes from the first failed block, or the whole request
-  if vLLM cannot resume there;
-* it sends our commands with each step's metadata, and the workers' reports with each step's output;
-* it sends each worker's capacity and adopted chunks to the manager in the handshake at start;
-* it requires the layout in which all layers of a block are contiguous.
+It reports failed loads, and vLLM recomputes from the first failed block, or the whole request if
+vLLM cannot resume there. It sends our commands with each step's metadata, the workers' reports with
+each step's output, and each worker's capacity and adopted chunks in the handshake at start.
 
-Methods that forward vLLM's arguments accept additional ones (`more`) from later releases.
+Methods that forward vLLM's arguments accept the additional arguments of later releases (`more`).
 """
 
 from __future__ import annotations
@@ -60,22 +58,16 @@ __all__ = [
 
 @dataclass
 class NVMeoFHandshake(KVConnectorHandshakeMetadata):
-    """The handshake that each worker sends once, at start."""
-
     hello: RankHello
 
 
 @dataclass
 class NVMeoFConnectorMetadata(OffloadingConnectorMetadata):
-    """The jobs and commands of one step, scheduler → workers."""
-
     commands: tuple[Command, ...] = ()
 
 
 @dataclass
 class NVMeoFWorkerMetadata(OffloadingWorkerMetadata):
-    """The completions and reports of one step, workers → scheduler."""
-
     reports: tuple[Report, ...] = ()
     counters: Counts = field(default_factory=Counts)
 
@@ -90,10 +82,10 @@ class NVMeoFWorkerMetadata(OffloadingWorkerMetadata):
 
 
 class OffloadingStats(OffloadingConnectorStats):
-    """vLLM's class, but with a shorter line `KV Transfer metrics: …` every ten seconds."""
+    """vLLM's statistics, with a shorter line `KV Transfer metrics: …` in the log."""
 
     def reduce(self) -> dict[str, int | float]:
-        """Return the last interval's nonzero counters, without gauges; ours get short names."""
+        """Return the last interval's nonzero counters; ours have short names."""
         short: dict[str, int | float] = {}
         for key, value in super().reduce().items():  # such as `vllm:nvmeof_lookups:('cpu',)`
             name, _, labels = key.removeprefix(PREFIX).partition(":")
@@ -109,8 +101,6 @@ register_loaded()  # vLLM looks up the class by name for a MultiConnector's metr
 
 
 class NVMeoFOffloadingConnector(OffloadingConnector):
-    """See the module's docstring. Methods run on the main thread of a worker or the scheduler."""
-
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         vllm_release.refuse_different()  # in case the plugin did not run
         with logged_in_one_line():
@@ -129,7 +119,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             spec.one_host = count_nodes(vllm_config.parallel_config) == 1
         #: Seconds spent in scheduler-side methods since the last step's output.
         self._spent_s = 0.0
-        #: KV events that a reset took early, to be returned in the next step.
+        #: KV events that a reset took early, for the next step.
         self._events: list[KVCacheEvent] = []
         if self.connector_scheduler is not None:
             offloaded = build_offloading_config(vllm_config, kv_cache_config)
@@ -153,7 +143,6 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             self._test_unknown(vllm_config)
 
     def _test_unknown(self, vllm_config: Any) -> None:
-        """Run the self-test on an unknown vLLM before it serves requests."""
         if vllm_release.release() != vllm_release.UNKNOWN:
             return
         from vllm_nvmeof_offload.vllm_adapter import self_test
@@ -163,8 +152,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        # vLLM's CPU attention backend supports only LBHNC. On other platforms, vLLM itself falls
-        # back from BLHNC if necessary, and logs that.
+        # In BLHNC, all layers of a block are contiguous. vLLM's CPU attention backend supports only
+        # LBHNC. On other platforms vLLM falls back from BLHNC if necessary, and logs that.
         return "LBHNC" if current_platform.is_cpu() else "BLHNC"
 
     @classmethod
@@ -186,7 +175,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         assert isinstance(spec, NVMeoFOffloadingSpec)
         # vLLM's `CanonicalKVCaches` do not separate groups whose blocks share one allocation.
         spec.layers = LayerCaches(self._kv_cache_config, kv_caches)
-        with logged_in_one_line():  # no driver, no pinned memory, or a pool in use
+        with logged_in_one_line():  # errors such as: no driver, no pinned memory, a pool in use
             super().register_kv_caches(kv_caches, **more)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -196,7 +185,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return NVMeoFHandshake(spec.hello)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata, **more: Any) -> None:
-        # Submit the previous step's deferred stores first: commands may name their slots.
+        # Submit the previous step's deferred stores first, because commands may name their slots.
         with self._worker.together():
             super().handle_preemptions(kv_connector_metadata, **more)
         self._apply(kv_connector_metadata)
@@ -211,22 +200,19 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         with self._worker.together():
             super().start_load_kv(forward_context, **kwargs)
 
-    # To sleep, vLLM waits for work submitted to the GPU, then unmaps the KV cache's memory. A load
-    # that still waits for its bytes, or a store deferred to the next step, would be submitted later
-    # and break the worker's CUDA context. vLLM 0.32 does not call the next two methods, so it must
-    # not sleep while requests run. A later vLLM may call either method repeatedly.
+    # Before sleep, vLLM waits for work submitted to the GPU, then unmaps the KV cache's memory. A
+    # load that still waits for its bytes, or a store deferred to the next step, would be submitted
+    # later and break the worker's CUDA context. vLLM 0.32 calls neither of the next two methods, so
+    # it must not sleep while requests run. A later vLLM may call either method repeatedly.
 
     def unregister_kv_caches(self) -> None:
-        """Stop touching the KV cache. vLLM calls this before sleep."""
         self._submit_deferred_stores()
         self._worker.sleep()
 
     def restore_kv_caches(self) -> None:
-        """Use the KV cache again. vLLM calls this after waking up."""
         self._worker.wake()
 
     def _submit_deferred_stores(self) -> None:
-        """Submit the last step's stores, which vLLM defers to the next step."""
         assert self.connector_worker is not None
         with self._worker.together():
             self.connector_worker.handle_preemptions(OffloadingConnectorMetadata({}, {}))
@@ -240,7 +226,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         self, finished_req_ids: set[str], **more: Any
     ) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids, **more)
-        # If vLLM itself reports a request as failed, our report on the same request is dropped.
+        # Drop our report on a request that vLLM itself reports as failed.
         self._worker.forget_failures(results.failed_recving)
         results.failed_recving |= self._worker.take_failed_requests()
         return results
@@ -272,7 +258,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
         if self._manager.is_attached:
-            return  # vLLM 0.33 repeats the handshake after sleep, with nothing new in it
+            return  # vLLM 0.33 repeats the same handshake after sleep
         hellos = []
         for handshake in metadata.values():
             assert isinstance(handshake, NVMeoFHandshake)
@@ -317,7 +303,6 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return found, later
 
     def _may_prefetch(self, request: Any) -> bool:
-        """Return whether the request may be loaded at all, and from both tiers."""
         both = self._view.sources_of(request) == FROM_CPU | FROM_POOL
         limit = self.scheduler._req_status[request.request_id].max_load_tokens
         return both and limit != 0 and not request.skip_reading_prefix_cache
@@ -341,7 +326,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     @timed
     def build_connector_meta(self, scheduler_output: Any, **more: Any) -> KVConnectorMetadata:
         if self.paused.undecided and scheduler_output.total_num_scheduled_tokens:
-            self.paused.give_up()  # vLLM did not look this step's requests up
+            self.paused.give_up()  # vLLM did not look up this step's requests
             self._manager.reset_cache()
         self._manager.step_scheduled(scheduler_output)
         self._old_kv.step(scheduler_output.preempted_req_ids or ())
@@ -359,7 +344,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     def update_connector_output(self, connector_output: Any, **more: Any) -> None:
         meta = connector_output.kv_connector_worker_meta
         if isinstance(meta, NVMeoFWorkerMetadata):
-            # Report before vLLM's own update, so that a failed key misses in its next look-up.
+            # Report before vLLM's own update, so that a failed key misses in the next look-up.
             self._manager.report(meta.reports, meta.counters)
         if connector_output.invalid_block_ids or connector_output.failed_recving:
             self._view.store_again()
@@ -382,7 +367,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             trace_loads(headers, self._manager.core.request_log.find(request.request_id))
 
     def _answered(self, request: Any, done: Any) -> Any:
-        """Return vLLM's result of `request_finished` with our answer to the request's hints, which
+        """Add our answer to the request's hints to vLLM's result of `request_finished`. The answer
         becomes a part of the HTTP response."""
         state = self.scheduler._req_status.get(request.request_id)
         answers = self._manager.answers(state.req_context) if state is not None else {}
@@ -393,7 +378,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     @timed
     def get_kv_connector_stats(self) -> Any:
-        # This is the only scheduler-side call that vLLM makes for every step's output.
+        # vLLM makes no other scheduler-side call for every step's output.
         if self.connector_scheduler is not None:
             seconds, self._spent_s = self._spent_s, 0.0
             self._manager.step_ended(seconds)
@@ -403,14 +388,13 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return self.paused.keep(has_jobs=bool(self.scheduler._jobs)) or self._invalidate()
 
     def _invalidate(self) -> bool | None:
-        """Drop all chunks, and vLLM's state about them."""
-        # vLLM asserts that a step was scheduled since the last reset: false in a paused engine.
+        # vLLM asserts that a step was scheduled since the last reset: not so in a paused engine.
         to_flush = self.scheduler._current_batch_jobs_to_flush
         kept = set(to_flush)
         to_flush.clear()
         if self._manager.config.kv_events:
-            # Reset here, because vLLM's reset discards each chunk's blocks, which the chunk's
-            # "removed" event must contain. The reset by vLLM then has no effect.
+            # Reset before vLLM does: its reset discards each chunk's blocks, which the chunk's
+            # "removed" event must contain. vLLM's reset then has no effect.
             self._manager.reset_cache()
             while self._manager.has_events:
                 self._events += self.scheduler.take_events()
@@ -424,7 +408,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         yield from super().take_events()
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
-        """Record that vLLM made `call`, which changes weights (`known`) or may do so."""
+        """Record that vLLM made `call`, which changes weights if `known`, or else may do so."""
         if self._manager.weights_may_have_changed(known=known):
             if not self.paused.undecided:
                 self.reset_cache()
@@ -432,27 +416,27 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     @property
     def trusts_weight_version(self) -> bool:
-        """Return whether vLLM's own `weight_version` is accepted as the weights' name."""
+        """Return whether vLLM's `weight_version` is accepted as the name of the weights."""
         return self._trusts_weight_version
 
     def name_weights(self, version: str) -> str:
-        """Record that all ranks have this version of the weights, as the operator states (see
-        `new_weights`). Return a text that states the consequences."""
+        """Record the operator's statement that all ranks have this version of the weights. Return a
+        text with the consequences. See `new_weights`."""
         if self._manager.name_weights(version):
             if not self.paused.undecided:
                 self.reset_cache()
-            # The weight change may have gone unnoticed.
+            # The change of weights may have gone unnoticed.
             call = f"the update to {version!r}"
             self._old_kv.began(call, self.scheduler._req_status, known=True)
         return self._manager.who_shares()
 
     def _without_resumed(self, scheduler_output: Any) -> Any:
-        """Return the output without those preempted requests that this step loads again.
+        """Return the output without the preempted requests that this step loads again.
 
         `reset_prefix_cache(reset_running_requests=True)` preempts requests between two steps. The
-        next step may list such a request as preempted and also load its chunks from us. vLLM would
-        treat that load as a store to flush, and the engine would stop. There is no store to flush,
-        because no load is offered while a store of the request is in progress.
+        next step can list such a request as preempted and also load its chunks. vLLM would treat
+        the load as a store to flush, and the engine would stop. No store needs a flush, because no
+        load is offered while a store of the request is in progress.
         """
         preempted = scheduler_output.preempted_req_ids
         if not preempted:

@@ -3,13 +3,13 @@
 
     OffloadError
     ├── ConfigError          a configuration value that cannot work (key, value, remedy)
-    │   └── CombinedConfigError  several of these, one per line
+    │   └── CombinedConfigError  several such errors, one per line
     ├── PoolError            a pool directory that cannot be used
     │   ├── PoolFormatError      superblock, header or table that is not ours or not intact
-    │   │   └── UnknownFormatError   an intact superblock of a format that this program cannot use
+    │   │   └── UnknownFormatError   an intact superblock in a format that this program cannot use
     │   └── PoolLockedError      another live owner holds the directory
     ├── EngineError          an I/O or copy engine that cannot be built here
-    └── IntegrationError     this vLLM is not one that we support
+    └── IntegrationError     the running vLLM is not supported
 
 A broken invariant is an `AssertionError`: a programming error, not an external event.
 """
@@ -40,7 +40,7 @@ class ConfigError(OffloadError):
 
 
 class CombinedConfigError(ConfigError):
-    """Several configuration values that cannot work; key, value and remedy are the first one's."""
+    """Several configuration errors; key, value and remedy are those of the first."""
 
     def __init__(self, errors: Sequence[ConfigError]) -> None:
         first = errors[0]
@@ -50,22 +50,19 @@ class CombinedConfigError(ConfigError):
 
 
 def raise_all(errors: Sequence[ConfigError]) -> None:
-    """Raise the errors, if there are any: a single one as it is."""
+    """Raise the errors, if any: one as it is, several as a CombinedConfigError."""
     if errors:
         raise errors[0] if len(errors) == 1 else CombinedConfigError(errors)
 
 
 def errors_of(error: ConfigError) -> tuple[ConfigError, ...]:
-    """Return the errors that `raise_all` raised together."""
     return error.errors if isinstance(error, CombinedConfigError) else (error,)
 
 
 def install_extra(extra: str) -> str:
-    """Return the command that installs what an extra of this package adds.
-
-    It names the packages, because no package index has this one.
-    """
-    import importlib.metadata  # imports sockets, which the manager's core does without
+    """Return the command that installs the packages of an extra. The command names these packages,
+    because this package is in no package index."""
+    import importlib.metadata  # here, because it imports sockets, which the core does not need
 
     try:
         found = importlib.metadata.requires("vllm-nvmeof-offload") or []
@@ -82,7 +79,7 @@ class PoolError(OffloadError):
 
 @contextlib.contextmanager
 def as_pool_error(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn an OSError of the with-block into a PoolError: `what`, the error, and the remedy."""
+    """Turn an OSError of the with-block into a PoolError with `what`, the error and the remedy."""
     try:
         yield
     except OSError as error:
@@ -90,11 +87,11 @@ def as_pool_error(what: str, remedy: str = "") -> Iterator[None]:
 
 
 class PoolFormatError(PoolError):
-    """Bytes on disk that are not ours, or not intact."""
+    """Bytes on disk that are not ours or not intact."""
 
 
 class UnknownFormatError(PoolFormatError):
-    """An intact superblock of another format, whose number is in the message."""
+    """An intact superblock in another format; the message has the format's number."""
 
 
 class PoolLockedError(PoolError):
@@ -110,8 +107,6 @@ class IntegrationError(OffloadError):
 
 
 class OutcomeKind(enum.Enum):
-    """The result of one operation on one chunk."""
-
     OK = "ok"
     IO_ERROR = "io_error"
     CHECKSUM_MISMATCH = "checksum_mismatch"
@@ -121,15 +116,13 @@ class OutcomeKind(enum.Enum):
 
 
 class Scope(enum.Enum):
-    """The extent of an I/O error."""
-
     SLOT = "slot"
     TARGET = "target"
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The outcome of one operation; `errno` is 0 unless `kind` is IO_ERROR (see `ERRORS`)."""
+    """The outcome of one operation. `errno` is 0 unless `kind` is IO_ERROR (see `ERRORS`)."""
 
     kind: OutcomeKind
     errno: int = 0
@@ -156,24 +149,23 @@ DEADLINE = Outcome(OutcomeKind.DEADLINE, scope=Scope.TARGET)
 CANCELLED = Outcome(OutcomeKind.CANCELLED)
 
 
-#: The kinds in the order of their numbers in columns and in the native core.
+#: A kind's position is its number in columns and in the native core.
 _KINDS = tuple(OutcomeKind)
 _PLAIN = (OK, None, CHECKSUM_MISMATCH, STALE, DEADLINE, CANCELLED)
 
 
 def code_of(kind: OutcomeKind) -> int:
-    """Return the number of a kind in a column of outcomes."""
     return _KINDS.index(kind)
 
 
 def outcome_of(code: int, number: int) -> Outcome:
-    """Return the outcome that a row of columns encodes. `number` is the errno of an I/O error."""
+    """Return the outcome with a column's `code`; `number` is the errno of an I/O error."""
     return _PLAIN[code] or io_error(number)
 
 
-#: errno of a slab's read or write → (retryable, scope). 0 means that no bytes were moved but no
-#: errno was set. Retryable means that, according to the kernel's block layer, the same operation
-#: may succeed a moment later; an operation that the device itself refused stays refused.
+#: Errno of a slab's read or write → (retryable, scope). 0: no bytes were moved, and no errno was
+#: set. Retryable means that, according to the kernel's block layer, the same operation may succeed
+#: a moment later; a device that refused an operation refuses it again.
 ERRORS = {
     0: (False, Scope.TARGET),  # the namespace is disabled, or the file was cut short
     _errno.EIO: (True, Scope.SLOT),  # path, device or file system failed

@@ -2,9 +2,10 @@
 """An engine's own exporter of metrics and request records: an HTTP endpoint, or a text file.
 
 vLLM's Python front end exports the same series at its `/metrics`; its Rust front end drops them.
-The exporter reads what the scheduler's thread has already collected, and never makes it wait.
+The exporter reads values that the scheduler's thread has already collected, and never blocks the
+thread.
 
-HTTP requests are answered one at a time, each within seconds, so that clients cannot use up memory
+HTTP requests are answered one at a time, each within seconds, so that clients cannot exhaust memory
 or threads. `/requests/…` answers only clients on this host, because its records name requests.
 """
 
@@ -34,9 +35,9 @@ from vllm_nvmeof_offload.metrics import METRICS, PREFIX, Series, exported
 
 #: The time between two writes of a text file.
 _FILE_PERIOD_S = 15.0
-#: A client is disconnected after this time, so that it delays others and `stop` no longer.
+#: A client is disconnected after this time, which bounds the delay of other clients and of `stop`.
 _CLIENT_S = 2.0
-#: Without a configured address, the ports that are tried from the default one on.
+#: The number of ports that are tried, from the default port on, if no address is configured.
 _PORTS_TRIED = 64
 
 Snapshot = Callable[[], tuple[Mapping[Series, float], Mapping[Series, float]]]
@@ -44,7 +45,7 @@ Snapshot = Callable[[], tuple[Mapping[Series, float], Mapping[Series, float]]]
 
 @dataclass(frozen=True, slots=True)
 class ExporterSettings:
-    """The settings of an exporter. `listen` is the key `metrics_listen`. `labels` are vLLM's own
+    """An exporter's settings. `listen` is the value of `metrics_listen`, `labels` are vLLM's own
     labels. `is_dropped` states whether vLLM's front end drops a connector's statistics."""
 
     listen: str
@@ -58,10 +59,8 @@ class ExporterSettings:
 
 
 class Exporter(Collector):
-    """A running exporter, until `stop`. `where` is the address or the file, for the log.
-
-    Raises: ConfigError: nothing can listen at the configured address.
-    """
+    """An exporter that runs until `stop`. `where` is its address or file, for the log. Raises
+    ConfigError if the exporter cannot listen at the configured address."""
 
     def __init__(
         self, settings: ExporterSettings, snapshot: Snapshot, request_log: RequestLog
@@ -87,7 +86,6 @@ class Exporter(Collector):
         self._thread.start()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the collected series as Prometheus' objects."""
         families: dict[str, Any] = {}
         for series, value in (item for part in self._snapshot() for item in part.items()):
             name, values = exported(series)
@@ -100,7 +98,7 @@ class Exporter(Collector):
         yield from families.values()
 
     def stop(self) -> None:
-        """Stop exporting. A file is removed, so that it does not look like a running server's."""
+        """Stop exporting, and remove the file, so that no scraper takes it for current metrics."""
         self._ended.set()
         if self._server is not None:
             self._server.shutdown()
@@ -121,7 +119,6 @@ class Exporter(Collector):
             os.unlink(self.where)
 
     def answer(self, environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        """Answer an HTTP request, as a WSGI application."""
         path = environ["PATH_INFO"].encode("latin-1").decode(errors="replace")
         if environ["REQUEST_METHOD"] != "GET":
             start_response("405 Method Not Allowed", [("Allow", "GET")])
@@ -135,7 +132,6 @@ class Exporter(Collector):
         return [json.dumps(body).encode()]
 
     def _records(self, path: str, environ: Mapping[str, Any]) -> tuple[str, object]:
-        """Return the status and the answer to a request for anything but the metrics."""
         name = path.removeprefix("/requests/")
         if name == path:
             return "404 Not Found", {"error": "try /metrics, /requests/last or /requests/ID"}
@@ -152,13 +148,13 @@ class _Handler(WSGIRequestHandler):
     timeout = _CLIENT_S
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Log nothing."""
+        """Log no access."""
 
     def handle(self) -> None:
-        # The socket's timeout starts again with every byte.
+        # The socket's own timeout restarts with every byte.
         timer = threading.Timer(_CLIENT_S, self._disconnect)
         timer.start()
-        with suppress(OSError):  # the client left, or is too slow
+        with suppress(OSError):  # the client disconnected or was too slow
             super().handle()
         timer.cancel()
 
@@ -178,19 +174,19 @@ class _Server(WSGIServer):
 def start_exporter(
     settings: ExporterSettings, snapshot: Snapshot, request_log: RequestLog
 ) -> Exporter | None:
-    """Return an exporter, or None if it is off or cannot listen, which never ends a server."""
+    """Return an exporter, or None if it is off or cannot listen, which is only logged."""
     if not settings.is_on:
         return None
     try:
         return Exporter(settings, snapshot, request_log)
     except ConfigError as error:
-        logger.warning("this engine exports no metrics of its own: %s", error)
+        logger.warning("the engine's own exporter of metrics is off: %s", error)
         return None
 
 
 def _listen(settings: ExporterSettings, app: Callable[..., Iterable[bytes]]) -> WSGIServer:
-    """Return a server that listens at the configured address or, if there is none, at the first
-    free port from the default one on."""
+    """Listen at the configured address or, with "auto", at the first free port from the default.
+    Raises ConfigError if no port is free."""
     is_default = settings.listen == "auto"
     address = METRICS_ADDRESS if is_default else settings.listen
     host, _, first = address.rpartition(":")

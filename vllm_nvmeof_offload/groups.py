@@ -2,8 +2,8 @@
 """KV cache groups: layers of one kind, with separate offload keys for their chunks.
 
 A chunk is one group's blocks for one range of tokens. A *group position* is the group's index in
-`RankHello.groups`, as used in `ChunkBatch.groups`; a *group id* is vLLM's number for the group, at
-the end of each of the group's offload keys. The two differ if vLLM does not offload every group.
+`RankHello.groups` and appears in `ChunkBatch.groups`. A *group id* is vLLM's number for the group
+and ends each of its offload keys. The two differ if vLLM does not offload every group.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-#: The number of bytes at the end of an offload key that hold the group id, big endian.
+#: The size of the big-endian group id at the end of an offload key.
 GROUP_ID_BYTES = 4
 #: The largest number of ranks in a set of equal ranks.
 SET_SIZE_MAX = 64
 
 
 class GroupKind(enum.IntEnum):
-    """The kind of a group, by the tokens of a request that it keeps. Pools store the numbers."""
+    """The kind of a group, by the tokens that it keeps of a request. Pools store the numbers."""
 
     FULL = 0  # all tokens
     WINDOW = 1  # the last tokens before any position
@@ -31,10 +31,12 @@ class GroupKind(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group, the same on all ranks. `reach_chunks` is the number of consecutive chunks before a
-    boundary that are needed to resume there: None for all of them, as in a full-attention group, or
-    1 for a state. `reach_tokens` is the number of tokens before a boundary that a window needs to
-    resume or, for local chunks, the length of one attention chunk."""
+    """A group, the same on all ranks.
+
+    `reach_chunks` is the number of consecutive chunks before a boundary that are needed to resume
+    there: None for all, as with full attention; 1 for a state. `reach_tokens` is the number of
+    tokens that a window needs before a boundary or, for LOCAL, the length of an attention chunk.
+    """
 
     group_id: int
     kind: GroupKind
@@ -48,9 +50,9 @@ class Group:
 class RankGroup:
     """A group on one rank.
 
-    `block_bytes` is the size of one block in all of this rank's layers of the group, or 0 if the
-    rank has no such layer. `set_size` is the number of consecutive ranks with equal bytes of the
-    group, which together store one copy. Rank r is member r % set_size of set r // set_size.
+    `block_bytes` is the size of one block over the group's layers on this rank; 0 if the rank has
+    none. `set_size` is the number of consecutive ranks that hold equal bytes of the group and
+    together store one copy. Rank r is member r % set_size of set r // set_size.
     """
 
     group: Group
@@ -59,13 +61,11 @@ class RankGroup:
 
     @property
     def payload_bytes(self) -> int:
-        """Return the bytes of one chunk. A state is one block."""
         blocks = 1 if self.group.kind is GroupKind.STATE else self.group.blocks_per_chunk
         return self.block_bytes * blocks
 
 
 def group_id_of(key: bytes) -> int:
-    """Return the group id in an offload key."""
     return int.from_bytes(key[-GROUP_ID_BYTES:], "big")
 
 
@@ -77,8 +77,8 @@ def group_ids_of(keys: bytes, count: int) -> npt.NDArray[np.uint32]:
 
 
 def leading(groups: tuple[Group, ...]) -> int:
-    """Return the position of the group that determines a request's length: the first one with full
-    attention, else the one with the longest reach."""
+    """Return the position of the group that determines a request's length. This is the first group
+    with full attention or, without one, the group with the longest reach."""
     for position, group in enumerate(groups):
         if group.kind is GroupKind.FULL:
             return position

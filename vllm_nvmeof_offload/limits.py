@@ -10,8 +10,8 @@ from pathlib import Path
 from vllm_nvmeof_offload.mounts import mount_of, read_mounts
 from vllm_nvmeof_offload.units import GIB, KIB
 
-#: A pool leaves a twentieth of a file system free, but at least the minimum, and never more than
-#: the maximum or a tenth of the file system.
+#: A pool leaves a twentieth of the file system free: at least the minimum, and at most the maximum
+#: and a tenth of the file system.
 _FREE_BYTES_MIN, _FREE_BYTES_MAX = GIB, 64 * GIB
 #: The minimum for the root file system, which also holds logs, package caches and other data.
 _FREE_BYTES_MIN_ROOT = 4 * GIB
@@ -23,29 +23,26 @@ _FREE_BYTES_LEAST = 64 * KIB
 _HAS_SUBVOLUMES = frozenset({"btrfs", "bcachefs"})
 
 _CGROUP_MEMORY = (
-    # The files with limit and usage, and the reclaimable part in memory.stat: versions 2 and 1.
+    # Files with limit and usage, and the reclaimable part in memory.stat, for versions 2 and 1.
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
 
 
 def memory_bytes() -> int:
-    """Return the bytes of memory that this process may use: the machine's memory or the lowest
-    limit of its control groups."""
+    """Return the machine's memory in bytes or, if lower, the lowest limit of our control groups."""
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([physical, *(limit for limit, _ in _cgroup_limits())])
 
 
 def memory_left_bytes() -> int:
     """Return the bytes that this process may still allocate within its control groups' limits.
-
-    Reclaimable page cache counts as free. Without a limit, the result is all memory.
-    """
+    Reclaimable page cache counts as free. Without a limit, the result is `memory_bytes`."""
     return min([memory_bytes(), *(limit - used for limit, used in _cgroup_limits())])
 
 
 def _cgroup_limits() -> Iterator[tuple[int, int]]:
-    """Yield the limit and the usage, in bytes, of each of our control groups that limits memory."""
+    """Yield the limit and the usage in bytes of each control group that limits our memory."""
     for folder in _cgroup_folders():
         for limit_file, use_file, reclaimable in _CGROUP_MEMORY:
             try:
@@ -59,7 +56,6 @@ def _cgroup_limits() -> Iterator[tuple[int, int]]:
 
 
 def _cgroup_folders() -> Iterator[Path]:
-    """Yield the folders of this process's memory control groups, and of their parents."""
     try:
         own = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -73,7 +69,7 @@ def _cgroup_folders() -> Iterator[Path]:
         kind, point = mount.file_system, Path(mount.point)
         if kind not in paths or (kind == "cgroup" and "memory" not in mount.super_options):
             continue
-        # In a container the mount may show the group itself as its root.
+        # In a container, the group itself can be the root of the mount.
         inside = Path(os.path.relpath(paths[kind], mount.root))
         folder = point if ".." in inside.parts else point / inside
         while True:
@@ -84,18 +80,17 @@ def _cgroup_folders() -> Iterator[Path]:
 
 
 def is_on_root(path: Path) -> bool:
-    """Return whether files at `path` use the root file system or, in a container, may use the
-    host's, because `path` is in a directory mounted from the host."""
+    """Return whether files at `path` are on the root file system. In a container they may be on the
+    host's, if `path` is in a directory mounted from the host."""
     place = existing(path)
     if place.stat().st_dev == os.stat("/").st_dev:
         return True
     mount = mount_of(os.path.realpath(place), read_mounts())
-    # A directory mounted from the host belongs to a larger file system, perhaps the host's root.
+    # The mount shows a directory of a larger file system, perhaps of the host's root.
     return mount is not None and mount.root != "/" and mount.file_system not in _HAS_SUBVOLUMES
 
 
 def existing(path: Path) -> Path:
-    """Return `path` or its nearest parent that is an existing directory."""
     return next(place for place in (path, *path.parents) if place.is_dir())
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The mount table of this process. Nothing here opens, stats or resolves a path listed in it,
-because such a call may never return on a hung mount."""
+"""The mount table of this process.
+
+This module never opens, stats or resolves a listed path: on a hung mount the call may never return.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from dataclasses import dataclass
 
 MOUNTINFO = "/proc/self/mountinfo"
 _OCTAL = re.compile(r"\\([0-7]{3})")
-#: A line of /proc/<pid>/mountinfo; any number of optional fields precede the "-".
+#: A line of /proc/<pid>/mountinfo. Any number of optional fields precedes the "-".
 _MOUNT = re.compile(
     r"([0-9]{1,20}) ([0-9]{1,20}) ([0-9]+:[0-9]+) ([^ ]*) ([^ ]*) ([^ -][^ ]*)(?: [^ ]*)*?"
     r" - ([^ ]*) ([^ ]*) ([^ ]*)"
@@ -20,10 +22,8 @@ _MOUNT = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """A line of mountinfo. `options` are the mount's, `super_options` the file system's.
-
-    `device` is "major:minor", with major 0 if there is no single block device.
-    """
+    """A line of mountinfo. `super_options` are the options of the file system. `device` is
+    "major:minor", with major 0 if there is no single block device."""
 
     mount_id: int
     parent_id: int
@@ -37,7 +37,6 @@ class Mount:
 
 
 def read_mounts(mountinfo: str = MOUNTINFO) -> list[Mount]:
-    """Return the mount table; empty if it cannot be read."""
     try:
         with open(mountinfo, encoding="utf-8", errors="surrogateescape", newline="\n") as file:
             return parse_mountinfo(file.read())
@@ -65,15 +64,13 @@ def parse_mountinfo(text: str) -> list[Mount]:
 
 
 def _unescape(field: str) -> str:
-    r"""Undo the kernel's escapes, such as \040 for a space; the escaped bytes are below 128."""
+    r"""Undo the kernel's escapes, such as \040 for a space. Escaped bytes are below 128."""
     return _OCTAL.sub(lambda match: chr(int(match.group(1), 8) & 0xFF), field)
 
 
 def mount_of(path: str, mounts: Sequence[Mount]) -> Mount | None:
-    """Return the mount that contains `path` (absolute, without symbolic links).
-
-    The walk starts at the root, because another mount may hide the one with the longest match.
-    """
+    """Return the mount that contains `path` (absolute, without symbolic links). The walk starts at
+    the root, because another mount can hide the mount with the longest match."""
     path = os.path.normpath(path)
     ids = {mount.mount_id for mount in mounts}
     roots = (

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Combines our connector with one that sends a handshake, as on prefill and decode servers.
+"""A `MultiConnector` for ours and another connector, as on prefill and decode servers.
 
-vLLM's `MultiConnector` gives the first connector's handshake to all; here each connector gets its
-own back. The class also has vLLM's name, because vLLM recognizes a `MultiConnector` by name, for
-example when it checks whether all of its connectors support several KV cache groups.
+vLLM's class gives the first connector's handshake to all connectors; ours gives each its own. Our
+class also has vLLM's name, because vLLM recognizes a `MultiConnector` by name, for example when it
+checks whether all connectors support several KV cache groups.
 """
 
 from __future__ import annotations
@@ -22,14 +22,12 @@ __all__ = ["MultiConnector", "NVMeoFMultiConnector"]
 
 @dataclass
 class NVMeoFMultiHandshake(KVConnectorHandshakeMetadata):
-    """One worker's handshakes of all connectors, in order; None for one that sends nothing."""
+    """One worker's handshakes by connector; None for a connector that sends no handshake."""
 
     parts: tuple[KVConnectorHandshakeMetadata | None, ...]
 
 
 class NVMeoFMultiConnector(multi_connector.MultiConnector):
-    """vLLM's `MultiConnector`, except for the handshake and the layout."""
-
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return NVMeoFMultiHandshake(
             tuple(connector.get_handshake_metadata() for connector in self._connectors)
@@ -38,7 +36,7 @@ class NVMeoFMultiConnector(multi_connector.MultiConnector):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        """Give each connector its own handshakes, by each worker's (pipeline rank, tensor rank)."""
+        """Give each connector its own handshakes, by (pipeline rank, tensor rank)."""
         for number, connector in enumerate(self._connectors):
             own: dict[tuple[int, int], KVConnectorHandshakeMetadata] = {}
             for rank, handshake in metadata.items():
@@ -51,7 +49,7 @@ class NVMeoFMultiConnector(multi_connector.MultiConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return the other connectors' layout; ours supports any, but copies fastest with BLHNC."""
+        """Return the other connectors' layout. Ours supports any, but copies fastest with BLHNC."""
         ours: str | None = None
         theirs: set[str] = set()
         for connector, config in cls._get_connector_classes_and_configs(vllm_config):
@@ -65,12 +63,12 @@ class NVMeoFMultiConnector(multi_connector.MultiConnector):
         layout = next(iter(theirs), ours)
         if layout != ours:
             logger.warning(
-                "nvmeof: another connector needs KV cache layout %s, so each block is copied as "
-                "one piece per layer, not as a single piece",
+                "nvmeof: another connector needs KV cache layout %s, so each block is copied in "
+                "one piece per layer instead of a single piece",
                 layout,
             )
         return layout
 
 
-#: The name by which vLLM finds the class.
+#: vLLM finds the class by this name.
 MultiConnector = NVMeoFMultiConnector

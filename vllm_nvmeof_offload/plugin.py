@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A general plugin of vLLM: adds the `nvmeof` backend and checks its configuration early.
+"""A general plugin of vLLM that adds the `nvmeof` backend and checks its configuration early.
 
 vLLM calls `register` in every process: the command line (before it builds its arguments), each API
 server, the engine core and each worker. `register` makes three changes, each once:
 
-* `nvmeof` becomes a value of `CacheConfig.kv_offloading_backend`, and therefore of the flag, of
-  `--help`, of YAML files and of `LLM(...)`;
+* `CacheConfig.kv_offloading_backend` accepts `nvmeof`, and with it the flag, `--help`, YAML files
+  and `LLM(...)`;
 * `VllmConfig` completes and checks a KV transfer configuration that names our backend;
-* our connector and spec are registered by name with those factories that are already imported.
+* the factories that are already imported know our connector and spec by name.
 
-If vLLM differs from what is expected, nothing is changed and one warning is logged; the JSON form
-of `--kv-transfer-config` with module paths needs no plugin. An unknown vLLM is refused only when
-our backend is requested (`vllm_adapter.vllm_release`), because it can serve without the backend. A
-vLLM with this backend in its own tree (`tools/graft.sh`) is left unchanged.
+If vLLM is not as expected, nothing is changed and one warning is logged; the JSON form of
+`--kv-transfer-config` with module paths needs no plugin. An unknown vLLM is refused only when our
+backend is requested (`vllm_adapter.vllm_release`), because it can serve without the backend. A vLLM
+with this backend in its own tree (`tools/graft.sh`) is not changed.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ def _install_backend_choice() -> None:
     """Make `nvmeof` a value of `CacheConfig.kv_offloading_backend`, once.
 
     vLLM derives the flag's choices from the field's `Literal` type, and pydantic validates against
-    the same type. So the type is extended and the dataclass rebuilt; vLLM's table of arguments, if
-    it exists already, is discarded.
+    the same type. Extend the type, rebuild the dataclass, and discard vLLM's table of arguments.
     """
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import cache as module

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the manager and the workers.
 
-Commands are sent from the manager to the workers with a step's metadata and applied in order.
-Reports are sent back with a step's output. An *op* is one command; its number is unique within the
-process and the same on every rank. A command carries a batch of chunks. For each row, each rank
-reports the outcome once and the release once: when neither the kernel nor the GPU touches the row's
-buffers on that rank any more.
+The manager sends commands to the workers with a step's metadata, and the workers apply them in
+order. The workers send reports with a step's output. An *op* is one command; its number is unique
+within the process and the same on every rank. A command has a batch of chunks. For each row, each
+rank reports the outcome once, and the release once, when neither the kernel nor the GPU will touch
+the row's buffers on that rank again.
 
 A row's outcome is final when all ranks have reported it; a failure on any rank fails the row.
 All types are plain data in columns, because they are pickled inside vLLM's metadata.
@@ -27,8 +27,11 @@ from vllm_nvmeof_offload.groups import RankGroup
 
 
 class _Message:
-    """A message that is pickled as a call of its class with its fields. By default, pickling a
-    frozen dataclass with slots runs Python code, and a step may carry hundreds of one-chunk ops."""
+    """A message that is pickled as a call of its class with its fields.
+
+    By default, pickling a frozen dataclass with slots runs Python code for each of the hundreds of
+    one-chunk ops of a step.
+    """
 
     __slots__: tuple[str, ...] = ()
 
@@ -37,8 +40,6 @@ class _Message:
 
 
 class OpKind(enum.Enum):
-    """The kinds of ops."""
-
     STORE = "store"
     LOAD = "load"
     WRITE = "write"
@@ -50,9 +51,9 @@ class OpKind(enum.Enum):
 class Urgency(enum.IntEnum):
     """The urgency of an I/O operation, most urgent first, as in the native core."""
 
-    DEMAND = 0  # a read that a load waits for
-    URGENT = 1  # a fetch that takes precedence over other fetches
-    SERVE = 2  # a read that a peer has requested
+    DEMAND = 0  # a read for a load
+    URGENT = 1  # a fetch that precedes other fetches
+    SERVE = 2  # a read for a peer
     PREFETCH = 3
     WRITE = 4
 
@@ -65,22 +66,20 @@ class SlotIdentity:
     generation: int
 
 
-#: The member in a place or cache slot if every rank stores its own part of the chunk. Ranks with
-#: equal bytes of a group form a set (`RankGroup.set_size`). With a member m instead, only rank m of
-#: each set stores the chunk.
+#: The member in a place or cache slot if every rank stores its own part of the chunk. Any other
+#: member m means that only rank m of each set of equal ranks (`RankGroup.set_size`) stores it.
 EVERY_MEMBER = 255
 NOWHERE = -1
 #: The bit positions of target, member and owner in a place.
 _TARGET_SHIFT, _MEMBER_SHIFT, _OWNER_SHIFT = 32, 40, 48
-#: The owner of this engine's own places. The follower assigns numbers to the other engines that it
-#: finds on the same targets.
+#: The owner in this engine's places. The follower numbers the other engines on the same targets.
 OURS = 0
-#: Peers do not help with loads of fewer chunks, because the help would seldom save more time than a
-#: peer needs to answer.
+#: Peers do not help with loads of fewer chunks, which seldom save as much time as a peer needs to
+#: answer.
 PEER_CHUNKS_MIN = 4
 #: The default of the key `ahead_cache_share`.
 AHEAD_CACHE_SHARE = 0.5
-#: The number of rows of the CPU tier that the column `cache` can represent.
+#: The number of CPU tier rows that the column `cache` can represent.
 CACHE_ROWS_MAX = 1 << 24
 
 #: A place, or an array of places.
@@ -88,24 +87,23 @@ _Places = TypeVar("_Places", int, npt.NDArray[np.int64])
 
 
 def place_of(target: int, slot: int, member: int = EVERY_MEMBER) -> int:
-    """Return a chunk's place in our pool: owner 15 bits (`OURS`), member 8, target 8, slot 32."""
+    """Return a place in our pool. Its bits: owner 15 (`OURS`), member 8, target 8, slot 32."""
     return member << _MEMBER_SHIFT | target << _TARGET_SHIFT | slot
 
 
 def places_of(
     target: int, slots: npt.NDArray[np.int64], members: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.int64]:
-    """Return the places of many chunks on one target."""
     return place_of(target, 0, 0) | members << _MEMBER_SHIFT | slots
 
 
 def member_of(place: _Places) -> _Places:
-    """Return the member of a place, or of each place of an array; `NOWHERE` has none."""
+    """Return the member of each place; undefined for `NOWHERE`."""
     return place >> _MEMBER_SHIFT & 0xFF
 
 
 def owner_of(place: _Places) -> _Places:
-    """Return the owner of a place, or of each place of an array; `NOWHERE` has none."""
+    """Return the owner of each place; undefined for `NOWHERE`."""
     return place >> _OWNER_SHIFT
 
 
@@ -115,7 +113,7 @@ def owned_by(owner: int, place: int) -> int:
 
 
 def target_of(place: _Places) -> _Places:
-    """Return the target of a place, or of each place of an array; `NOWHERE` has none."""
+    """Return the target of each place; undefined for `NOWHERE`."""
     return place >> _TARGET_SHIFT & 0xFF
 
 
@@ -129,7 +127,6 @@ def slots_by_target(slots: int, targets: int) -> tuple[int, ...]:
 
 
 def split_keys(keys: bytes, key_bytes: int) -> list[bytes]:
-    """Split joined keys, each of which has `key_bytes` bytes."""
     return [keys[at : at + key_bytes] for at in range(0, len(keys), key_bytes)]
 
 
@@ -138,12 +135,12 @@ class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
 
     `keys` joins n keys of equal length. `generations` is uint64[n]; a key and its generation are
     the identity that every copy, read and write specifies. `cache` is int32[n] of cache slots, or
-    -1 for a stream slot: the row of the CPU tier in 24 bits and, above them, the member + 1 or, for
-    `EVERY_MEMBER`, 0. `places` is int64[n] (`place_of`), or -1 for no I/O. `groups` is uint8[n] of
+    -1 for a stream slot: the row of the CPU tier in the lower 24 bits; above, the member + 1, or 0
+    for `EVERY_MEMBER`. `places` is int64[n] (`place_of`), or -1 for no I/O. `groups` is uint8[n] of
     KV cache group positions.
 
-    This is a tuple of the columns' bytes, in this order, so that no Python code runs when a batch
-    is created, pickled and passed to native code. Arrays are views, made on request.
+    The batch is a tuple of the columns' bytes, so that no Python code runs when a batch is created,
+    pickled and passed to native code. The properties are views.
     """
 
     __slots__ = ()
@@ -183,7 +180,6 @@ class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
 
     @property
     def has_places(self) -> bool:
-        """Return whether any row has a place."""
         return self[3].count(b"\xff") < len(self[3])  # all bits of NOWHERE are set
 
     def __len__(self) -> int:
@@ -194,19 +190,19 @@ class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
 
 
 class StoreCommand(NamedTuple):
-    """A copy from GPU blocks, which vLLM's own job lists, to cache slots."""
+    """A copy to cache slots from the GPU blocks that vLLM's own job lists."""
 
     op: int
     batch: ChunkBatch
 
 
 class LoadCommand(NamedTuple):
-    """A copy from cache slots or places to GPU blocks, which vLLM's own job lists.
+    """A copy from cache slots or places to the GPU blocks that vLLM's own job lists.
 
-    A row without a place is copied from its cache slot. Otherwise the place is read: into the cache
-    slot if there is one (the chunk then stays there), else through one of the worker's stream
-    slots. A row with neither touches nothing and fails with STALE, because its chunk was evicted.
-    `helpers` is a bit mask of the peers that may read for the load; None for all peers.
+    A row without a place is copied from its cache slot. A row with a place is read into its cache
+    slot, where the chunk remains, or without a cache slot through a stream slot. A row with neither
+    was evicted and fails with STALE. `helpers` is a bit mask of the peers that may read for the
+    load; None for all peers.
     """
 
     op: int
@@ -215,10 +211,8 @@ class LoadCommand(NamedTuple):
 
 
 class WriteCommand(NamedTuple):
-    """A write from cache slots to places, followed by a write of the table entries.
-
-    `clients` is uint32[n]: by row, `pool.format.client_of` the salt of its key, or 0 if unknown.
-    """
+    """A write from cache slots to places, followed by a write of the table entries. `clients` is
+    uint32[n], by row: `pool.format.client_of(salt)` or, if the salt is unknown, 0."""
 
     op: int
     batch: ChunkBatch
@@ -226,8 +220,6 @@ class WriteCommand(NamedTuple):
 
 
 class FetchCommand(NamedTuple):
-    """A read from places into cache slots, ahead of need."""
-
     op: int
     batch: ChunkBatch
     urgency: Urgency = Urgency.PREFETCH
@@ -235,25 +227,23 @@ class FetchCommand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand(_Message):
-    """Cancels rows of op `target_op` that have not started; their reports still follow.
-
-    `indexes` are the rows to cancel; None for all rows.
-    """
+    """Cancels rows of op `target_op` that have not started; `indexes` None: all such rows. Reports
+    on the cancelled rows still follow."""
 
     target_op: int
     indexes: npt.NDArray[np.uint32] | None = None
 
 
-#: The length of a share tag.
+#: The size of a share tag.
 TAG_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
 class ResetCommand(_Message):
-    """Invalidates all stored chunks, on disk too: every superblock gets a new epoch and `tag`.
+    """Invalidates all stored chunks, also on disk: every superblock gets a new epoch and `tag`.
 
-    `tag` is the share tag of later chunks. If `named`, later chunks have the new epoch, so that a
-    later start may adopt them; otherwise they have another epoch, which is in no superblock.
+    `tag` is the share tag of later chunks. If `named`, later chunks have the new epoch, and a later
+    start may adopt them; otherwise they have an epoch that is in no superblock.
     """
 
     op: int
@@ -263,11 +253,11 @@ class ResetCommand(_Message):
 
 @dataclass(frozen=True, slots=True)
 class AttachCommand(_Message):
-    """Opens another engine's regions, read-only; reads from that engine wait until they are open.
+    """Opens another engine's regions read-only; reads from the engine wait for this command.
 
     `engine_index` is the K in the engine's directories `engine-K`, in our keyspace on our targets.
-    `pool_uuid` is the one in the superblocks of the engine's rank 0; files with a different one no
-    longer belong to the engine. The report has one row.
+    `pool_uuid` is in the superblocks of the engine's rank 0; files with a different UUID no longer
+    belong to the engine. The report has one row.
     """
 
     op: int
@@ -278,7 +268,7 @@ class AttachCommand(_Message):
 
 @dataclass(frozen=True, slots=True)
 class DetachCommand(_Message):
-    """Closes an engine's files after the last read from them is released. No report follows."""
+    """Closes an engine's files after their last read is released. No report follows."""
 
     owner: int
 
@@ -293,8 +283,11 @@ SESSION = np.dtype(
 
 
 class SavedSessions(NamedTuple):
-    """The content of rank 0's file `sessions` (`pool.format`): `SESSION`[n], and uint64[m], the
-    generations of the first session's chunks, of the next one's, and so on."""
+    """The content of rank 0's file `sessions` (`pool.format`).
+
+    `sessions` is `SESSION`[n]. `generations` is uint64[m]: the generations of the chunks of all
+    sessions, in the order of the sessions.
+    """
 
     sessions: npt.NDArray[np.void]
     generations: npt.NDArray[np.uint64]
@@ -306,7 +299,7 @@ class SavedSessions(NamedTuple):
 
     @staticmethod
     def decode(raw: bytes) -> SavedSessions:
-        """Parse the file; without sessions if it is not intact."""
+        """Parse the file. The result is empty if the file is not intact."""
         body, at = raw[: -_CRC.size], _SESSIONS_HEAD.size
         if len(body) >= at and _CRC.pack(zlib.crc32(body)) == raw[-_CRC.size :]:
             magic, count, chunks = _SESSIONS_HEAD.unpack_from(body)
@@ -319,7 +312,7 @@ class SavedSessions(NamedTuple):
 
 
 class SessionsCommand(NamedTuple):
-    """Replaces rank 0's file of retained sessions. No report follows."""
+    """Replaces rank 0's file `sessions`. No report follows."""
 
     content: bytes
 
@@ -334,7 +327,7 @@ Command = (
     | SessionsCommand
 )
 
-#: A value in `OpReport.codes`: the row, whose outcome was reported earlier, is now released.
+#: A value in `OpReport.codes`: a row with an outcome reported earlier is now released.
 RELEASED = 6
 
 
@@ -342,15 +335,14 @@ RELEASED = 6
 class OpReport(_Message):
     """A rank's report on some rows of one op: each row's outcome once, and its release once.
 
-    `indexes` is uint32[m]; None for all rows of the op, none of which was reported before. `codes`
-    is uint8[m] of `OutcomeKind` by its order, or `RELEASED`; None if all are OK. `errnos` is
-    int16[m] for I/O errors. `released` is uint8[m]; None if all of these rows are released.
-    `seconds` is the time from the command to the last of these outcomes on this rank. A reset has
-    one row.
+    `indexes` is uint32[m]; None for all rows of the op, none of which was reported earlier. `codes`
+    is uint8[m] of `errors.code_of` numbers or `RELEASED`; None if all rows are OK. `errnos` is
+    int16[m] for I/O errors. `released` is uint8[m]; None if all m rows are released. `seconds` is
+    the time from the command to the last of the m outcomes on this rank. A reset has one row.
 
     `crcs` is uint32, in the order of the report's rows: the payload's CRC-32C for each OK row that
-    stored a chunk in every member's cache slot, in a group with several members per set. It is None
-    if there is no such row. `rank` is the reporting rank, set only with CRCs.
+    stored a chunk in every member's cache slot, in a group with several members per set; None
+    without such rows. `rank` is the reporting rank, set only with CRCs.
     """
 
     op: int
@@ -365,29 +357,27 @@ class OpReport(_Message):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpReports(_Message):
-    """A rank's reports on several ops. Each covers all rows of its op, none of which this rank has
-    reported before; all rows are OK and released, and none has a CRC.
+    """A rank's first reports on all rows of several ops: all OK and released, and without CRCs.
 
-    A step may complete hundreds of one-chunk ops, so their reports are columns too, like an op's
-    rows. `ops` is uint64[n] and `seconds` is float32[n] (as in `OpReport`), both as bytes.
+    A step may complete hundreds of one-chunk ops, so their reports are columns too. `ops` is
+    uint64[n] and `seconds` is float32[n] (as in `OpReport`), both as bytes.
     """
 
     ops: bytes
     seconds: bytes
 
     def columns(self) -> tuple[list[int], list[float]]:
-        """Return the ops and the seconds of each op."""
         ops, seconds = np.frombuffer(self.ops, np.uint64), np.frombuffer(self.seconds, np.float32)
         return ops.tolist(), seconds.tolist()
 
 
-#: Verdicts on a target, from best to worst, as in `targets.health`. The first two are usable.
+#: Verdicts on a target, from best to worst (`targets.health`). The first two are usable.
 VERDICTS = ("ok", "degraded", "suspect", "gone")
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictReport(_Message):
-    """A rank's verdict on one target. Look-ups find nothing on an unusable target."""
+    """A rank's verdict on a target. Look-ups find no chunks on an unusable target."""
 
     rank: int
     target: int
@@ -410,7 +400,7 @@ class RateReport(_Message):
 
 @dataclass(frozen=True, slots=True)
 class LevelReport(_Message):
-    """The numbers of chunks in a rank's queues and I/O engine, only for metrics."""
+    """Numbers of chunks in a rank's queues and I/O engine, only for metrics."""
 
     rank: int
     stream_slots_used: int = 0
@@ -420,7 +410,7 @@ class LevelReport(_Message):
     write_waiting: int = 0
     reads_in_flight: int = 0
     writes_in_flight: int = 0
-    #: The expected wait for a new read, by lane (targets, then peers); 0 if unknown.
+    #: The expected wait of a new read, by lane (targets, then peers); 0 if unknown.
     read_waits_s: tuple[float, ...] = ()
 
 
@@ -428,7 +418,6 @@ Report = OpReport | OpReports | VerdictReport | RateReport | LevelReport
 
 
 def unpacked(reports: Iterable[Report]) -> Iterator[Report]:
-    """Yield the same reports, with one report per op."""
     for report in reports:
         if isinstance(report, OpReports):
             columns = zip(*report.columns(), strict=True)
@@ -439,10 +428,8 @@ def unpacked(reports: Iterable[Report]) -> Iterator[Report]:
 
 @dataclass(frozen=True)
 class AdoptedEntries:
-    """The entries that one rank found in its table at start, in no particular order.
-
-    `places` is int64[n], `generations` is uint64[n], and `keys` joins n keys of equal length.
-    """
+    """The entries that one rank found in its table at start, in any order. `places` is int64[n],
+    `generations` is uint64[n], and `keys` joins n keys of equal length."""
 
     places: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
     generations: npt.NDArray[np.uint64] = field(default_factory=lambda: np.empty(0, np.uint64))
@@ -456,7 +443,7 @@ class AdoptedEntries:
         return len(self.keys) // len(self) if len(self) else 0
 
     def key_rows(self) -> npt.NDArray[np.void]:
-        """Return one opaque value per key, for comparison."""
+        """Return one opaque, comparable value per key."""
         return np.frombuffer(self.keys, f"V{max(1, self.key_bytes)}")
 
 
@@ -478,8 +465,8 @@ class RankHello:
     slot_bytes: int
     groups: tuple[RankGroup, ...] = ()
     adopted: AdoptedEntries = field(default_factory=AdoptedEntries)
-    tag: bytes = b""  # the share tag of this start; empty if no start may adopt its chunks
-    fallbacks: tuple[str, ...] = ()  # parts that run slower than they could, and why
+    tag: bytes = b""  # the share tag of this run; empty if no later run may adopt its chunks
+    fallbacks: tuple[str, ...] = ()  # parts that run slower than they could, and the reasons
     stream_slots: int = 0
     targets: tuple[str, ...] = ()  # directories
     remote: tuple[bool | None, ...] = ()  # by target: on another machine? None if unknown
@@ -490,4 +477,4 @@ class RankHello:
     volatile: tuple[str, ...] = ()  # why nothing is adopted
     replica: int | None = None
     lease_name: str = ""  # the server's name in its group; empty without a group
-    sessions: bytes = b""  # rank 0's file of retained sessions; empty if there is none
+    sessions: bytes = b""  # rank 0's file `sessions`; empty if there is no file

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The spec, which parses the configuration and builds the manager and the worker.
 
-vLLM creates one in the scheduler and one in each worker; nothing expensive happens before
-`get_manager` or `get_worker` is called.
+vLLM creates a spec in the scheduler and in each worker.
 """
 
 from __future__ import annotations
@@ -45,8 +44,6 @@ _REPORT_GRACE_S = 5.0
 
 
 class NVMeoFOffloadingSpec(OffloadingSpec):
-    """The class that vLLM creates; see the module's docstring."""
-
     #: Set by the connector before `get_worker`.
     deployment: Deployment | None = None
     replica: Replica = Replica()

@@ -1,14 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Staging: all pinned CPU memory of one rank, divided into cache, stream and serve slots.
 
-It is one anonymous mapping of huge pages on the GPU's NUMA node. Several threads populate it at
-start. Forks do not inherit it, because copy-on-write could separate the parent from the pages that
-the kernel writes. The copy engine registers it with CUDA and the I/O engine with its rings, so that
-storage and GPU share one buffer. Ranks with equal KV map each other's staging too (`SetMemory`),
-because each copies from the others' slots.
-
-Pages are populated through libc, because Python's own `madvise` holds the GIL while the kernel
-zeroes memory, which would block the model's thread and the other populating threads.
+Staging is one anonymous mapping of huge pages on the GPU's NUMA node, populated at start by several
+threads. The copy engine registers it with CUDA and the I/O engine with its rings, so that storage
+and GPU share one buffer. Forks do not inherit it, because after copy-on-write the kernel could
+write to pages that the parent no longer has. Ranks with equal KV also map each other's staging
+(`SetMemory`), because each copies from the others' slots.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ import numpy as np
 
 from vllm_nvmeof_offload.units import GIB, MIB
 
-#: A function that is called with (bytes done, total bytes).
+#: Called with (bytes done, total bytes).
 _Progress = Callable[[int, int], None]
 
 
@@ -36,9 +33,10 @@ _Progress = Callable[[int, int], None]
 class SetMap:
     """The staging of all members of a set, as this rank maps it.
 
-    `words` is the address of the words that members use to wait for each other, as in
-    native/machine/one_copy.h. `member` is this rank's number. `addresses` are those of each
-    member's cache slot 0. `set_sizes` is, by group, how many consecutive members have equal bytes.
+    `words` is the address of the words with which members wait for each other
+    (native/machine/one_copy.h). `member` is this rank's number. `addresses` has the address of each
+    member's cache slot 0, and `set_sizes`, by group, the number of consecutive members with equal
+    bytes.
     """
 
     words: int
@@ -49,10 +47,10 @@ class SetMap:
 
 @dataclass(frozen=True, slots=True)
 class StagingMap:
-    """The layout of the slots: cache slots, then stream slots, then serve slots, of equal strides.
+    """The layout of the slots: cache, stream and serve slots, in this order, with equal strides.
 
-    `members` is the set that shares its staging, or None if this rank is in no set. Chunks for
-    peers are read into the `serve_slots`, which the GPU does not use.
+    `members` describes the set that shares its staging; None if this rank is in no set. Chunks for
+    peers are read into serve slots, which the GPU does not use.
     """
 
     base_address: int
@@ -72,13 +70,12 @@ class StagingMap:
 
     @property
     def serve_address(self) -> int:
-        """Return the address of the first serve slot."""
         return self.base_address + (self.cache_slots + self.stream_slots) * self.slot_bytes
 
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _MBIND = {"x86_64": 237, "aarch64": 235}
-#: This policy falls back to other nodes if one is full; strict binding would kill the process.
+#: This policy falls back to other nodes if the node is full; strict binding would kill the process.
 _MPOL_PREFERRED = 1
 _MADV_POPULATE_WRITE = 23  # Linux 5.14
 _STEP_BYTES = 256 * MIB
@@ -86,10 +83,8 @@ _THREADS_MAX = 8
 
 
 def prefer_node(address: int, size_bytes: int, node: int | None) -> bool:
-    """Prefer `node` for pages that do not exist yet. Return False if the kernel refuses.
-
-    `node` is None if the GPU's node is unknown. `address` is page-aligned.
-    """
+    """Prefer `node` (None: unknown) for pages that do not exist yet; return False if impossible.
+    `address` is page-aligned."""
     number = _MBIND.get(platform.machine())
     if node is None or number is None:
         return False
@@ -101,7 +96,8 @@ def prefer_node(address: int, size_bytes: int, node: int | None) -> bool:
 
 
 def populate(address: int, size_bytes: int, on_progress: _Progress) -> None:
-    """Fault in every page now, so that no transfer or registration pays for it."""
+    """Fault in every page, so that no transfer or registration has to. libc's `madvise` is called,
+    because Python's holds the GIL while the kernel zeroes memory."""
     threads = min(_THREADS_MAX, len(os.sched_getaffinity(0)))
     done = 0
     with ThreadPoolExecutor(threads, thread_name_prefix="nvmeof-populate") as pool:
@@ -118,36 +114,33 @@ def _populate_part(address: int, size_bytes: int) -> int:
     arguments = ctypes.c_void_p(address), ctypes.c_size_t(size_bytes)
     while _libc.madvise(*arguments, _MADV_POPULATE_WRITE):
         number = ctypes.get_errno()
-        if number == errno.EINVAL:  # before Linux 5.14: write the pages by hand
+        if number == errno.EINVAL:  # before Linux 5.14
             ctypes.memset(address, 0, size_bytes)
             break
-        if number not in (errno.EINTR, errno.EAGAIN):  # a write would kill the process
+        if number not in (errno.EINTR, errno.EAGAIN):  # writing the pages would kill the process
             raise OSError(number, f"cannot get pinned memory: {os.strerror(number)}")
     return size_bytes
 
 
 def _keep_private(memory: mmap.mmap) -> None:
-    """Keep the memory out of forks and prompts' KV out of core dumps; request huge pages."""
+    """Exclude the memory from forks and core dumps, which would have KV, and request huge pages."""
     memory.madvise(mmap.MADV_DONTFORK)
     memory.madvise(mmap.MADV_DONTDUMP)
-    with contextlib.suppress(OSError):  # without huge pages it is only slower
+    with contextlib.suppress(OSError):  # small pages are only slower
         memory.madvise(mmap.MADV_HUGEPAGE)
 
 
 def split_slots(staging_bytes: int, slot_bytes: int, stream_slots: int) -> tuple[int, int]:
-    """Return how many cache slots and stream slots fit. Stream slots are at most a quarter of all
-    slots, but at least one."""
+    """Return the numbers of cache slots and stream slots that fit into `staging_bytes`. At most a
+    quarter of all slots, but at least one, are stream slots."""
     total = staging_bytes // slot_bytes
     streams = max(1, min(stream_slots, total // 4))
     return max(0, total - streams), streams
 
 
 class SetMemory:
-    """The memory that the members of a set share: their words, and then each member's staging.
-
-    The file is anonymous, so it disappears when the last member exits, and its size is sealed.
-    `map` describes it to this rank.
-    """
+    """The memory that the members of a set share: their words, then each member's staging. It is an
+    anonymous file of a sealed size, which disappears when the last member exits."""
 
     def __init__(
         self,
@@ -158,9 +151,8 @@ class SetMemory:
         member: int,
         set_sizes: tuple[int, ...],
     ) -> None:
-        """Map the file. `words_bytes` is a whole number of pages, `staging_bytes` is per member.
-
-        `member` and `set_sizes` are as in `SetMap`.
+        """Map the file. `words_bytes` is a multiple of the page size; `staging_bytes` is for each
+        member. `member` and `set_sizes` are as in `SetMap`.
         """
         size = words_bytes + members * staging_bytes
         self._memory = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
@@ -173,21 +165,21 @@ class SetMemory:
         self.map = SetMap(words, member, tuple(parts), set_sizes)
 
     def part(self, member: int) -> memoryview:
-        """Return one member's staging."""
         start = self._words_bytes + member * self._staging_bytes
         return self._view[start : start + self._staging_bytes]
 
     def close(self) -> None:
-        """Unmap the memory. The other members keep their mappings."""
         self._view.release()
         self._memory.close()
 
 
 class Staging:
-    """The staging of one rank. `view` covers all slots; `map` gives their addresses. `numa_node` is
-    the preferred node for the pages, or None; `on_node`: whether the kernel accepted the node.
-    `shared` is the set's memory, which contains this rank's slots, or None if the memory is
-    private."""
+    """The staging of one rank.
+
+    `view` covers all slots, and `map` has their addresses. `numa_node` is the preferred node for
+    the pages, and `on_node` whether the kernel accepted it. `shared` is the set's memory, which
+    contains this rank's slots; None for private memory.
+    """
 
     def __init__(
         self,
@@ -219,14 +211,14 @@ class Staging:
         populate(self.map.base_address, size, _limited(on_progress, size > GIB))
 
     def close(self) -> None:
-        """Unmap the memory, once no engine can touch it any more."""
+        """Unmap the memory. The caller guarantees that no engine will touch it again."""
         del self._array
         self.view.release()
         self._memory.close()
 
 
 def _limited(on_progress: _Progress, is_large: bool) -> _Progress:
-    """Return `on_progress` limited to one call per second, and to none unless `is_large`."""
+    """Limit `on_progress` to one call per second, or to no call unless `is_large`."""
     reported_s = time.monotonic()
 
     def report(done: int, total: int) -> None:

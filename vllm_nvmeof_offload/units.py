@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Sizes and alignment, and numbers formatted for display.
+"""Sizes, alignment, and numbers formatted for display.
 
-Every size in this package is in bytes, every duration in seconds unless its name ends in
-another unit (`_ms`, `_us`).
+Sizes in this package are in bytes. Durations are in seconds, unless a name ends in another unit.
 """
 
 from __future__ import annotations
@@ -14,10 +13,10 @@ MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
 
-#: Alignment of O_DIRECT. 4 KiB suits every NVMe namespace and file system we know; a device
-#: that needs more is refused when its target is opened.
+#: The alignment of O_DIRECT, which suits every known NVMe namespace and file system. A device that
+#: needs more is refused when its target is opened.
 PAGE_BYTES = 4096
-#: The header page in front of each slot's payload, both in staging and in the pool.
+#: The size of the header page before each slot's payload, in staging and in the pool.
 HEADER_BYTES = PAGE_BYTES
 
 _UNITS = {"": 1, "b": 1}
@@ -27,12 +26,11 @@ _SIZE = re.compile(r"^\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*$")
 
 
 def align_up(value: int, alignment: int = PAGE_BYTES) -> int:
-    """Round `value` (bytes) up to a multiple of `alignment`."""
     return -(-value // alignment) * alignment
 
 
 def slot_stride_bytes(payload_bytes: int) -> int:
-    """Return the bytes of one slot in staging and in a slab: header page and padded payload."""
+    """Return the size of a slot in staging and in a slab: header page and padded payload."""
     return HEADER_BYTES + align_up(payload_bytes)
 
 
@@ -66,7 +64,7 @@ def format_bytes(count: float, form: str = ".1f") -> str:
 
 
 def human_bytes(count: float) -> str:
-    """Format a byte count with four digits, to tell similar sizes apart: `1.254 MiB`."""
+    """Format a byte count with four digits, to distinguish similar sizes: `1.254 MiB`."""
     return format_bytes(count, ".4g")
 
 

@@ -235,7 +235,7 @@ def test_an_unknown_key_is_refused_with_the_nearest_valid_one(wrong: str, right:
     "wrong", ["local_disk", "max_local_cpu_size", "max_local_disk_size", "foo"]
 )
 def test_an_unknown_key_that_resembles_none_gets_no_suggestion(wrong: str) -> None:
-    listed = "`vllm-nvmeof config` lists them all"
+    listed = "`vllm-nvmeof config` lists all keys"
     with pytest.raises(ConfigError, match=f"{wrong}=1: unknown key; {listed}"):
         parse({wrong: 1})
     variable = ENV_PREFIX + wrong.upper()

@@ -162,7 +162,7 @@ def test_a_mounted_directory_of_another_file_system_needs_permission(tmp_path: P
             pytest.skip(f"no mount is possible here: {done.stderr}")
         try:
             config = parse_config({"targets": str(bound / "0")}, {})
-            with pytest.raises(ConfigError, match="in a directory of another one"):
+            with pytest.raises(ConfigError, match="in a directory of another file system"):
                 check_targets(config)
             allowed = config.model_copy(update={"allow_root_file_system": True})
             assert len(check_targets(allowed)) == 1
