@@ -45,10 +45,7 @@ def print_json(value: object) -> None:
 
 
 def wide_console(file_columns: int) -> Console:
-    """Return a console for stdout, `file_columns` wide if stdout is not a terminal.
-
-    In a file, one finding or formula per line is easier to search than text wrapped at 80 columns.
-    """
+    """Return a console for stdout; `file_columns` wide, so that a file's lines are not wrapped."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         return Console(width=file_columns)
@@ -58,7 +55,7 @@ def wide_console(file_columns: int) -> Console:
 def table(
     headings: Sequence[str], rows: Iterable[Sequence[str]], title: str | None = None
 ) -> Table:
-    """Return a table for display. Cells are printed verbatim: rich interprets no markup in them."""
+    """Return a table whose cells are printed verbatim, without rich's markup."""
     made = Table(*headings, title=title)
     for row in rows:
         made.add_row(*map(Text, row))

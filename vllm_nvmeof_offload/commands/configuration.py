@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `vllm-nvmeof config …`: the list of keys, and the check of a configuration.
 
-The check runs what a starting server runs, without vLLM. Sizes that depend on the model are
-computed from its config.json, as by `vllm-nvmeof size`.
+The check runs the checks of a starting server, without vLLM. Sizes that depend on the model are
+computed from its config.json, as in `vllm-nvmeof size`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TRANSFER = "kv-transfer-config"
 
 
 def _rows() -> list[dict[str, Any]]:
-    """Return all keys as `describe_keys` does, with the default of pool_bytes on this machine."""
+    """Return `describe_keys`, with the default of pool_bytes on this machine."""
     settings = diagnose({})[0].model_copy(update={"pool_bytes": None})
     held = 0
     with contextlib.suppress(PoolError):  # another user's pool
@@ -77,7 +77,6 @@ def _print_row(row: dict[str, Any], *more: str) -> None:
 
 
 def print_keys(as_json: bool) -> None:
-    """Print the output of `config`."""
     rows = _rows()
     if as_json:
         print_json(rows)
@@ -113,10 +112,8 @@ def print_key(name: str, as_json: bool) -> None:
 def check(
     source: str, model: str | None, kv_dtype: str, as_json: bool, given: dict[str, Any]
 ) -> None:
-    """Run `config check`. `given` holds fields of `Deployment`.
-
-    Raises ConfigError with all errors, after JSON if that is wanted.
-    """
+    """Run `config check`. `given` has fields of `Deployment`. Raises ConfigError with all errors,
+    after printing JSON if `as_json`."""
     errors: list[ConfigError] = []
     extra: dict[str, Any] = {}
     key, named, line = "staging_bytes", None, ""
@@ -174,10 +171,8 @@ def _print(found: Configured, line: str, as_json: bool) -> None:
 
 
 def _read(source: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """Return a --kv-transfer-config and, for a YAML file, vLLM's other options by name.
-
-    `source` is JSON or the name of a file. JSON may be only our part of a --kv-transfer-config.
-    """
+    """Return a --kv-transfer-config and, for a YAML file, vLLM's other options by name. `source` is
+    JSON or a file's name. JSON may be only the kv_connector_extra_config."""
     text, is_yaml = source, False
     if not source.lstrip().startswith("{"):
         is_yaml = Path(source).suffix in (".yaml", ".yml")
@@ -228,27 +223,25 @@ def _parse(text: str, source: str, is_yaml: bool) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(kind, source, f"does not parse: {error}") from None
     except ModuleNotFoundError:
-        remedy = "PyYAML, which vLLM brings, is missing: pip install pyyaml"
+        remedy = "PyYAML, a dependency of vLLM, is missing: pip install pyyaml"
         raise ConfigError(kind, source, remedy) from None
     if not isinstance(value, dict):
-        raise ConfigError(kind, source, "give an object, { … }")
+        raise ConfigError(kind, source, "not an object; give { … }")
     return value
 
 
 def _has_flag(options: dict[str, Any], transfer: dict[str, Any]) -> bool:
-    """Return whether a YAML file gives the backend's flag; refuse a file that gives nothing."""
+    """Return whether a YAML file gives the backend's flag; refuse a file without our backend."""
     backend = options.get("kv-offloading-backend")
     if backend != BACKEND and not transfer:
-        remedy = f"the file does not turn this backend on; give kv-offloading-backend: {BACKEND}"
+        remedy = f"the file does not select this backend; give kv-offloading-backend: {BACKEND}"
         raise ConfigError("kv-offloading-backend", backend, remedy)
     return bool(backend == BACKEND)
 
 
 def _take_options(options: dict[str, Any], extra: dict[str, Any], given: dict[str, Any]) -> str:
-    """Apply vLLM's options to `extra` and, unless set there, to the deployment `given`.
-
-    Returns the name of what sets the size of the staging.
-    """
+    """Apply vLLM's options to `extra` and to `given`, where options of the command take precedence.
+    Return the name of the option or key that sets `staging_bytes`."""
     for name, field in VLLM_OPTIONS.items():
         if name in options and given[field] in (None, 1):
             given[field] = _number(options, name, int)
@@ -267,10 +260,8 @@ def _number(options: dict[str, Any], name: str, kind: Callable[[Any], Any]) -> A
 
 
 def _find_model(found: Configured, model: str | None, named: Any) -> ModelShape | None:
-    """Return the shape of `model`, or else of a YAML file's model, `named`, if that is known here.
-
-    Each is a config.json, its directory, or the name of a known model.
-    """
+    """Return the shape of `model` or, without it, of the YAML file's model `named`, if known. Each
+    is a config.json, its directory, or the name of a known model."""
     name = str(model or named or "")
     if name and not Path(name).exists():
         with contextlib.suppress(ConfigError):
@@ -284,7 +275,6 @@ def _find_model(found: Configured, model: str | None, named: Any) -> ModelShape 
 
 
 def _check_model(found: Configured, shape: ModelShape, kv_dtype: str, given: dict[str, Any]) -> str:
-    """Check what depends on the model, as a server's workers do; return a line about the result."""
     config = found.config
     element_bytes = shape.kv_element_bytes(kv_dtype)
     deployment = Deployment(kv_element_bytes=element_bytes, **given)
@@ -293,7 +283,7 @@ def _check_model(found: Configured, shape: ModelShape, kv_dtype: str, given: dic
         raise ConfigError("model", shape.name, f"{sizes.refusal.what}; {sizes.refusal.remedy}")
     plan = sizes.plan
     groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in plan.stored]
-    # Pipeline stages differ in their number of layers, so only tokens count with several stages.
+    # Pipeline stages differ in bytes per block, so only the token limit applies to several.
     block_bytes = plan.stride_bytes() if len(plan.stages) == 1 else 1
     blocks, problem = blocks_of_chunk(config, groups, block_bytes)
     if problem:
@@ -307,7 +297,7 @@ def _check_model(found: Configured, shape: ModelShape, kv_dtype: str, given: dic
         f"{shape.name}: chunks of {sizes.chunk_tokens} tokens in slots of "
         f"{format_bytes(slot_bytes)}; on each rank {cpu} in staging, {pool} in the pool"
     )
-    if every := sizes.boundary_tokens:  # 0: this model needs none
+    if every := sizes.boundary_tokens:  # 0: the model needs no boundaries
         if config.boundary_tokens != "auto":
             every = -(-config.boundary_tokens // sizes.unit_tokens) * sizes.unit_tokens
         line += f"; a boundary every {every} tokens" if every else "; boundaries end prompts only"
@@ -315,11 +305,8 @@ def _check_model(found: Configured, shape: ModelShape, kv_dtype: str, given: dic
 
 
 def _check_policy(name: str) -> None:
-    """Try a user's eviction policy on a small CPU tier in which one slot stays in use.
-
-    Raises:
-        ConfigError: no policy has this name, or the policy raises or returns the slot in use.
-    """
+    """Try an eviction policy on a small CPU tier in which one slot stays in use. Raises ConfigError
+    if no policy has this name, or if it raises or returns the slot in use."""
     make, generation = choose_policy(name), 0
     try:
         tiers = Tiers(4, [], key_bytes=8, policy=make)
@@ -332,4 +319,4 @@ def _check_policy(name: str) -> None:
                 tiers.plan_load(keys, 0)  # a load that never ends
     except Exception as error:
         why = f"it raises {type(error).__name__}: {error}"
-        raise ConfigError("eviction_policy", name, f"is not an eviction policy: {why}") from error
+        raise ConfigError("eviction_policy", name, f"not an eviction policy: {why}") from error

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `explain`: where a request's tokens came from, from the running server's records."""
+"""The command `explain`, which prints a running server's records of a request."""
 
 from __future__ import annotations
 
@@ -26,10 +26,8 @@ _TIERS = {
 
 
 def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
-    """Print the records of a request, or of the last one if `request_id` is None.
-
-    Raises: ScrapeError: the server does not answer, or has no such record.
-    """
+    """Print the records of a request, or of the last request if `request_id` is None. Raises
+    ScrapeError if the server does not answer or has no such record."""
     url = (url or f"http://{METRICS_ADDRESS}").rstrip("/").removesuffix("/metrics")
     records = _records(url, request_id)
     if as_json:
@@ -41,7 +39,7 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
         why = f"its records have a different format ({error!r}); give a server of this version"
         raise ScrapeError(f"{url}: {why}") from None
     for line in lines:
-        # The client chose a part of the id, which could control the terminal.
+        # The client chose a part of the id, which could contain control characters.
         wrapped = textwrap.wrap(printable(line), _COLUMNS, subsequent_indent=" " * 6)
         typer.echo("\n".join(wrapped))
 
@@ -56,19 +54,18 @@ def _records(url: str, request_id: str | None) -> list[dict[str, Any]]:
     try:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise ScrapeError(f"{url} answers no JSON ({error}); {remedy}") from None
+        raise ScrapeError(f"{url} did not answer with JSON ({error}); {remedy}") from None
     if isinstance(body, list):
         return body
     given = body.get("error") if isinstance(body, dict) else None
     if isinstance(given, str):
         raise ScrapeError(f"{url}: {given}; each engine records its own requests")
     # Web frameworks answer {"detail": …}, and vLLM {"error": {…}}.
-    why = f"HTTP status {status}; this seems to be vLLM's address, not that of metrics_listen"
+    why = f"HTTP status {status}; this seems to be vLLM's address, not the exporter's"
     raise ScrapeError(f"{url}: {why}; {remedy}")
 
 
 def _lines(record: dict[str, Any]) -> Iterator[str]:
-    """Yield the lines on one request, not wrapped yet."""
     yield f"request {record['request']}"
     for number, start in enumerate(record["starts"]):
         yield from _lines_of(start, "again after a preemption, " if number else "")

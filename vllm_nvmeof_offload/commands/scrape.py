@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One HTTP answer of a server, and one reading of its `/metrics`."""
+"""HTTP requests to a server, and readings of its `/metrics`."""
 
 from __future__ import annotations
 
@@ -16,19 +16,16 @@ from vllm_nvmeof_offload.units import MIB, printable
 
 _NAME = re.compile(r"[^{\s#]+")
 _CONNECT_S_MAX, _ANSWER_S_MAX = 5.0, 30.0
-#: A page of metrics takes about 1 MiB on a server with many engines.
+#: A server with many engines has about 1 MiB of metrics.
 ANSWER_BYTES_MAX = 16 * MIB
 
 
 class ScrapeError(OffloadError):
-    """An error if a server's metrics cannot be read; the message contains the remedy."""
+    """Raised if a server's metrics cannot be read. The message contains the remedy."""
 
 
 class Metrics:
-    """One reading of a server's counters and gauges, in Prometheus' text format.
-
-    A sample is parsed when its name is first asked for, because a caller that polls needs few.
-    """
+    """A reading of a server's metrics. Samples are parsed on demand, because callers need few."""
 
     def __init__(self, text: str) -> None:
         self._lines: dict[str, list[str]] = defaultdict(list)
@@ -38,16 +35,13 @@ class Metrics:
         self._parsed: dict[str, list[tuple[dict[str, str], float]]] = {}
 
     def has(self, name: str) -> bool:
-        """Return whether the server exports `name`."""
         return name in self._lines
 
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
-        """Return labels, in printable form, and value of each sample of `name`.
+        """Return the printable labels and the value of each sample of `name`.
 
-        Several API servers of one vLLM export a gauge once per process (`pid`): the largest counts.
-
-        Raises:
-            ScrapeError: a line is not in Prometheus' format.
+        Several API servers of one vLLM export a gauge per process (`pid`): the largest counts.
+        Raises ScrapeError if a line is not in Prometheus' format.
         """
         if name not in self._parsed:
             largest: dict[tuple[tuple[str, str], ...], float] = {}
@@ -64,16 +58,12 @@ class Metrics:
         return self._parsed[name]
 
     def value(self, name: str, **labels: str) -> float:
-        """Return the sum of `name` over all samples with `labels`; 0 if there are none."""
         return sum(value for have, value in self.samples(name) if labels.items() <= have.items())
 
 
 def get(page: str, remedy: str) -> tuple[int, str]:
-    """Return the status and the text of the answer to an HTTP request.
-
-    Raises:
-        ScrapeError: there is no answer, or it is too long or too slow; ends with `remedy`.
-    """
+    """Return the status and the text of the answer to an HTTP request. Raises ScrapeError, with
+    `remedy`, if the answer is missing, too long or too slow."""
     body, ends_s = bytearray(), time.monotonic() + _ANSWER_S_MAX
     try:
         with httpx.stream("GET", page, timeout=_CONNECT_S_MAX, trust_env=False) as answer:
@@ -87,11 +77,6 @@ def get(page: str, remedy: str) -> tuple[int, str]:
 
 
 def scrape(url: str) -> Metrics:
-    """Read the metrics of the server at `url`.
-
-    Raises:
-        ScrapeError: the server does not answer, or has no `/metrics`.
-    """
     page = f"{url.rstrip('/').removesuffix('/metrics')}/metrics"
     remedy = "give the address of a running server, such as http://127.0.0.1:8000"
     status, text = get(page, remedy)
@@ -101,11 +86,7 @@ def scrape(url: str) -> Metrics:
 
 
 def scrape_ours(url: str) -> Metrics:
-    """Read the metrics of a server that uses this backend.
-
-    Raises:
-        ScrapeError: as `scrape`, or the server does not export this package's metrics.
-    """
+    """Read the metrics of a server with this backend. Raises ScrapeError for any other server."""
     found = scrape(url)
     if not found.has(f"{PREFIX}stored_chunks_total"):  # counters are exported from the start
         remedy = "--kv-offloading-backend nvmeof and without VLLM_USE_RUST_FRONTEND"

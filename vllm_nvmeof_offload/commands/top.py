@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `vllm-nvmeof top`, which reads servers' metrics and nothing else.
+"""The command `vllm-nvmeof top`, which reads only servers' metrics.
 
-A *reading* is the work of one server between two scrapes of its metrics, as the JSON that `top`
-prints. A counter is `{"total": …, "per_s": …}`, where `per_s` is None without an earlier reading; a
-gauge is a number. Both are by their labels' values, with spaces between these.
+A *reading* is a server's work between two scrapes of its metrics, as the JSON that `top` prints. A
+counter is `{"total": …, "per_s": …}`, with `per_s` None for a first scrape; a gauge is a number.
+Both are keyed by the values of their labels, separated by spaces.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from vllm_nvmeof_offload.units import format_bytes, human_seconds, printable
 Reading: TypeAlias = dict[str, Any]
 
 VERDICTS = ("ok", "degraded", "suspect", "gone")
-#: The sources of prompt tokens by their names in `_prompt_tokens`.
+#: The sources of prompt tokens, by name.
 PLACES = {
     "gpu": "GPU cache",
     "cpu": "CPU tier",
@@ -44,10 +44,10 @@ PLACES = {
     "shared": "other engines' pools",
     "computed": "computed",
 }
-#: The tokens for which reading and computing are compared.
+#: The number of tokens for which reading and computing are compared.
 COMPARED_TOKENS = 1000
 _TIERS = {"cpu": "cache", "pool": "pool"}
-#: Gauges in these units are added over a server's engines; of all others the largest counts.
+#: Gauges in these units are summed over a server's engines; of other gauges the largest counts.
 _ADDED_UNITS = ("chunks", "slots", "tokens", "operations", "requests", "parts")
 #: Counters that should stay 0, and the consequence.
 _HOLES = (
@@ -59,12 +59,11 @@ _HOLES = (
 
 
 def growth(before: float, now: float) -> float:
-    """Return how much a counter has grown; a restarted server counts from 0."""
     return now - before if now >= before else now
 
 
 def read(url: str, before: Metrics | None, now: Metrics, seconds: float) -> Reading:
-    """Return what the server did in the `seconds` since `before`, and its state."""
+    """Return the reading for the `seconds` since `before`, or since the start without `before`."""
     amounts = {
         name: _measured(metric, before, now, seconds)
         for name, metric in METRICS.items()
@@ -104,7 +103,6 @@ def _amounts(metric: Metric, found: Metrics) -> dict[str, float]:
 
 
 def _measured(metric: Metric, before: Metrics | None, now: Metrics, seconds: float) -> Any:
-    """Return a metric's amounts by its labels' values; without labels one amount, or None."""
     amounts: dict[str, Any] = dict(_amounts(metric, now))
     if metric.kind == "counter":
         first = _amounts(metric, before) if before else {}
@@ -115,7 +113,6 @@ def _measured(metric: Metric, before: Metrics | None, now: Metrics, seconds: flo
 
 
 def _prompt_tokens(before: Metrics | None, now: Metrics, seconds: float) -> dict[str, Any]:
-    """Return tokens by source, with each source's share of the interval and since the start."""
     loaded = f"{PREFIX}loaded_tokens_total"
     counters: dict[str, tuple[str, dict[str, str]]] = {
         "gpu": ("vllm:prefix_cache_hits_total", {}),
@@ -154,10 +151,8 @@ def _targets(now: Metrics, amounts: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _estimate(amounts: dict[str, Any]) -> dict[str, float | None]:
-    """Return the seconds to compute `COMPARED_TOKENS`, and to read them; None if unknown.
-
-    Reading includes the learned slowness, but no queue.
-    """
+    """Return the seconds to compute and to read `COMPARED_TOKENS`; None if unknown. The time to
+    read includes the learned slowness, but no queue."""
     slots, tokens = amounts["slots"].get("pool"), amounts["capacity_tokens"].get("pool")
     prefill, rate = amounts["prefill_tokens_per_second"], amounts["pool_read_bytes_per_second"]
     read_s = None
@@ -168,7 +163,6 @@ def _estimate(amounts: dict[str, Any]) -> dict[str, float | None]:
 
 
 def _attention(found: Reading) -> Iterator[str]:
-    """Yield a line per condition that an operator should look at."""
     for one in found["targets"]:
         if one["verdict"] != VERDICTS[0]:
             yield f"target {one['target']} ({one['path']}) is {one['verdict']}"
@@ -200,7 +194,6 @@ _TABLE_COLUMNS = 76
 
 
 def _number(value: float | None, unit: str = "") -> str:
-    """Format an amount in the unit of a metric; `-` if it is unknown."""
     if value is None:
         return _UNKNOWN
     if unit.startswith("bytes"):
@@ -224,7 +217,7 @@ def _used(tier: dict[str, Any]) -> str:
 
 
 def _table(*headings: str, rows: Iterable[Sequence[RenderableType]]) -> Table:
-    """Return a table whose columns after the first are numbers. Texts are printed verbatim."""
+    """Return a table with numbers in all columns but the first. Texts are printed verbatim."""
     made = Table(box=None, pad_edge=False, min_width=_TABLE_COLUMNS, header_style="bold")
     for number, heading in enumerate(headings):
         made.add_column(heading, justify="right" if number else "left", overflow="fold")
@@ -302,8 +295,6 @@ def _estimate_part(reading: Reading) -> Text:
 
 
 def _counts(reading: Reading) -> Table:
-    """Return a table of all metrics by their labels' values, without what is 0."""
-
     def rows() -> Iterable[Sequence[str]]:
         zeros = 0
         for name, amounts in reading["metrics"].items():
@@ -329,7 +320,7 @@ VIEWS: dict[str, tuple[_Part, ...]] = {
 
 
 def server(reading: Reading, views: Iterable[str] = VIEWS) -> RenderableType:
-    """Return views of one server, with tables side by side where the width allows."""
+    """Return views of one server, with tables side by side if the terminal is wide enough."""
     lines = [Text(reading["error"], "red")] if "error" in reading else []
     if "metrics" not in reading:
         return Group(*lines)
@@ -347,8 +338,6 @@ def server(reading: Reading, views: Iterable[str] = VIEWS) -> RenderableType:
 
 
 def servers(readings: Iterable[Reading]) -> Table:
-    """Return one row per server."""
-
     def row(reading: Reading) -> Sequence[RenderableType]:
         name, state = reading["url"].partition("://")[2], reading.get("error") and "no answer"
         if "metrics" not in reading:
@@ -373,10 +362,8 @@ _REDRAW_S = 0.5
 
 
 class Watched:
-    """A server that is read again and again. `reading` is replaced as a whole.
-
-    It keeps the last values, with an `error`, while the server does not answer.
-    """
+    """A server that is read repeatedly. While the server does not answer, `reading` keeps the last
+    values and has an `error`. It is replaced as a whole."""
 
     def __init__(self, url: str) -> None:
         self.reading: Reading = {"url": url}
@@ -391,24 +378,20 @@ class Watched:
             self._before = at_s, now
         except ScrapeError as error:
             self.reading = {**self.reading, "error": printable(str(error))}
-        except (LookupError, TypeError, ValueError) as error:  # labels or values of another version
+        except (LookupError, TypeError, ValueError) as error:  # another version's metrics
             why = printable(f"{url}: metrics of another version of this package ({error!r})")
             self.reading = {**self.reading, "error": why}
         return self.reading
 
     def follow(self, interval_s: float) -> None:
-        """Update until the process ends."""
         while True:
             time.sleep(interval_s)
             self.update()
 
 
 def run(urls: Sequence[str], interval_s: float, once: bool, as_json: bool) -> int:
-    """Show servers until q is pressed, or print one reading of each; return the exit code.
-
-    Raises:
-        ScrapeError: no server answers with metrics of this package.
-    """
+    """Show servers until q is pressed, or print one reading of each; return the exit code. Raises
+    ScrapeError if no server answers with metrics of this package."""
     watched = [Watched(url) for url in urls]
     first = [one.update() for one in watched]
     if all("error" in reading for reading in first):
@@ -455,12 +438,12 @@ def _live(console: Console, watched: Sequence[Watched]) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits for a key; it returns "" after its seconds, q at the end."""
+    """Yield a function that waits for a key; it returns "" after a timeout and "q" at the end."""
     descriptor = sys.stdin.fileno()
     saved = termios.tcgetattr(descriptor) if sys.stdin.isatty() else None
 
     def wait(seconds: float) -> str:
-        # Without a terminal there are no keys, and the end of a file would end the loop.
+        # Do not read a file or pipe: the end of the file would end the loop.
         if not select.select([descriptor] if saved else [], [], [], seconds)[0]:
             return ""
         return os.read(descriptor, 1).decode(errors="replace") or "q"

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `vllm-nvmeof try`: send a prompt, empty the GPU's cache, send the prompt again.
-
-It needs vllm_nvmeof_bench, whose client of servers it uses.
-"""
+"""The command `vllm-nvmeof try`, which uses the client of vllm_nvmeof_bench."""
 
 from __future__ import annotations
 
@@ -29,18 +26,17 @@ from vllm_nvmeof_offload.units import human_seconds, printable
 
 _SYLLABLES = list(map("".join, product("bdfgklmnprstvz", "aeiou")))
 _ANSWER_TOKENS = 16
-#: Flooding requests at once: enough to fill a step, few enough to leave room for others.
+#: The number of simultaneous requests that fill a step but leave room for other requests.
 _FLOODING = 4
 
 
 class TryError(OffloadError):
-    """An error if a server cannot be tried; the message contains the reason."""
+    """Raised if a server cannot be tried. The message contains the reason."""
 
 
 @dataclass
 class Tried:
-    """The result. Times are in seconds; `tokens` are the second prompt's, by source, and
-    `second_id` is its request's."""
+    """The result. `tokens` are the tokens of the second prompt, by source."""
 
     url: str
     model: str
@@ -55,7 +51,6 @@ class Tried:
 
     @property
     def proved(self) -> bool:
-        """Whether tokens were loaded from a tier and led to the same answer."""
         loaded = sum(
             count for name, count in self.tokens.items() if name not in ("gpu", "computed")
         )
@@ -63,7 +58,6 @@ class Tried:
 
     @property
     def compared(self) -> str:
-        """The second time to first token in words, relative to the first one."""
         assert self.second_ttft_s is not None
         faster = self.first_ttft_s / self.second_ttft_s
         if faster < 0.95:
@@ -72,11 +66,7 @@ class Tried:
 
 
 def run(url: str, model: str | None, tokens: int, api_key: str | None, as_json: bool) -> int:
-    """Try the server at `url`, print the result and return the exit code.
-
-    Raises:
-        OffloadError: the server does not answer, refuses a request, or cannot be tried.
-    """
+    """Try the server at `url`, print the result and return the exit code. Raises OffloadError."""
 
     async def work() -> Tried:
         console = Console(stderr=True)
@@ -105,7 +95,7 @@ async def _try(
     first = await _ask(client, prompt, tokens)
     tried = Tried(url, await client.model(), first.tokens_in, first.ttft_s)
     if running := start.value("vllm:num_requests_running"):
-        tried.warnings.append(f"{running:.0f} other requests were running: times include theirs")
+        tried.warnings.append(f"{running:.0f} other requests were running and affect the times")
     progress(description="writing to the pool")
     await client.settle()
     now = scrape_ours(url)
@@ -143,11 +133,8 @@ async def _ask(
 
 
 async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[..., None]) -> str:
-    """Send other prompts until the GPU's cache must have lost ours.
-
-    Raises:
-        TryError: the size of the cache is unknown, or the tiers would lose the prompt as well.
-    """
+    """Send other prompts until the GPU's cache must have evicted ours. Raises TryError if the size
+    of the cache is unknown, or if the tiers would evict ours too."""
     gpu = 0
     for labels, _ in now.samples("vllm:cache_config_info"):
         blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
@@ -156,7 +143,7 @@ async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[.
     sent, needed = 0, gpu + tokens
     left = math.ceil(needed / tokens)
     if not gpu or room < needed + tokens:
-        why = f"it holds {gpu:,} tokens, more than the larger tier ({room:,.0f}) can keep"
+        why = f"it holds {gpu:,} tokens, too many for the larger tier ({room:,.0f})"
         if not gpu:
             why = "its size is unknown: vllm:cache_config_info has no num_gpu_blocks"
         raise TryError(
@@ -174,7 +161,7 @@ async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[.
 
 
 def _grown(before: Metrics, now: Metrics, name: str) -> dict[str, float]:
-    """Return the growth of one of our counters, by `reason`; "" if it has no such label."""
+    """Return the growth of one of our counters by its label `reason`, or "" without the label."""
     grown = {}
     for labels, value in now.samples(f"{PREFIX}{name}_total"):
         more = growth(before.value(f"{PREFIX}{name}_total", **labels), value)
@@ -184,7 +171,6 @@ def _grown(before: Metrics, now: Metrics, name: str) -> dict[str, float]:
 
 
 def _words(count: int) -> str:
-    """Return `count` random words that no server has seen; each has at least one token."""
     draw = random.SystemRandom().choices(_SYLLABLES, k=2 * count)
     return " ".join(map("".join, zip(draw[::2], draw[1::2], strict=True)))
 
@@ -202,7 +188,7 @@ def _print(tried: Tried) -> None:
         rows["tokens from"] = ", ".join(places)
         rows["answers"] = "the same" if tried.same_answer else "different"
     rows["result"] = "loaded from a tier" if tried.proved else "NOT PROVED"
-    if tried.second_id:  # requests that update the server's counters have followed it
+    if tried.second_id:  # not `--last`: requests that update the server's counters followed
         rows["details"] = f"vllm-nvmeof explain {shlex.quote(tried.second_id)}"
     for name, text in rows.items():
         typer.echo(f"{name:12} {printable(text)}")

@@ -183,10 +183,10 @@ def test_config_check_reads_vllms_yaml_file(tmp_path: Path, transfer: str) -> No
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("model: some/model", "the file does not turn this backend on"),
-        ("kv-offloading-backend: native", "the file does not turn this backend on"),
+        ("model: some/model", "the file does not select this backend"),
+        ("kv-offloading-backend: native", "the file does not select this backend"),
         ("a: [", "does not parse"),
-        ("- a", "give an object"),
+        ("- a", "not an object; give"),
     ],
 )
 def test_a_yaml_file_that_does_not_start_this_backend_is_refused(

@@ -381,7 +381,7 @@ def test_doctor_calibrates_every_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [one.subject for one in found] == ["GPU 0", "GPU 1"] and _Gpu.released == 2
     assert all(one.severity is Severity.OK for one in found)
     assert found[0].evidence == (
-        "of 2 kinds of transfer, 1 use the kernel and 0 DMA with the overlap hint; "
+        "1 of 2 kinds of transfer use the kernel, 0 DMA with the overlap hint; "
         "times varied by up to 7%"
     )
 

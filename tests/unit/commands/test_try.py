@@ -76,7 +76,7 @@ def test_other_prompts_replace_the_gpus_content_where_it_cannot_be_reset() -> No
         (ROOM + SIZE.replace('"100"', '"None"'), "vllm:cache_config_info has no num_gpu_blocks"),
         (
             ROOM.replace("5000", "1900") + SIZE,
-            "it holds 1,600 tokens, more than the larger tier (1,900) can keep",
+            "it holds 1,600 tokens, too many for the larger tier (1,900)",
         ),
     ],
 )

@@ -455,7 +455,7 @@ def test_the_tree_of_a_stack_and_of_unknowns(tree: Tree) -> None:
 
 def test_a_device_that_is_gone_is_bad(tree: Tree) -> None:
     tree.mount("/mnt/kv", "259:9")
-    assert "!  its block device 259:9 is gone" in text_of(outline(tree.discover(), {}))
+    assert "!  the block device 259:9 is gone" in text_of(outline(tree.discover(), {}))
 
 
 def test_pools_on_a_target_are_named(tree: Tree, tmp_path: Path) -> None:

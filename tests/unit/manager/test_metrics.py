@@ -692,7 +692,7 @@ def test_explain_at_vllms_own_address_names_the_other_one(answer: str) -> None:
     with MetricsServer([answer]) as other:
         done = CliRunner().invoke(app, ["explain", "--last", "--url", f"http://{other.address}"])
     assert done.exit_code == 2
-    assert "this seems to be vLLM's address, not that of metrics_listen" in done.output
+    assert "this seems to be vLLM's address, not the exporter's" in done.output
     assert "the address in the server's start line" in done.output
     assert "None" not in done.output
 

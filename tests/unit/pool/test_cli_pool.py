@@ -336,7 +336,7 @@ def test_rm_with_a_salt_takes_one_tenants_chunks_and_counts_those_of_unknown_sal
     assert again == {"directory": str(directory), "removed": 0, "unknown": 0}
     write_pool(tmp_path, stored={2: STORED[2]})  # as an earlier release does
     result = run(*words, "tenant", "--yes", code=1)
-    assert result.stderr.startswith("1 other slots hold chunks whose salt is unknown")
+    assert result.stderr.startswith("1 other slots hold chunks with an unknown salt")
     assert run_json(*words, "tenant", "--yes", code=1)["unknown"] == 1
     assert adopted(tmp_path) == STORED
 

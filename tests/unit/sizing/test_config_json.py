@@ -202,7 +202,7 @@ def test_a_model_that_cannot_be_sized_is_refused_by_name(
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "cannot be read (No such file"), ("{", "is not JSON"), ("[1]", "is not an object")],
+    [(None, "cannot be read (No such file"), ("{", "not JSON"), ("[1]", "not a JSON object")],
 )
 def test_unreadable_files_are_refused(tmp_path: Path, text: str | None, message: str) -> None:
     file = tmp_path / "config.json"

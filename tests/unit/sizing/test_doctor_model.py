@@ -136,11 +136,11 @@ def test_every_family_is_shown_whole(name: str, tmp_path: Path) -> None:
         (["--pp", "37"], "--pp=37: the model has 36 layers"),
         (
             ["--tp", "8", "--dcp", "2"],
-            "--dcp=2: vLLM does not support it for layers with sliding window",
+            "--dcp=2: vLLM does not support this option for layers with sliding window",
         ),
         (
             ["--pcp", "2"],
-            "--pcp=2: vLLM does not support it for layers with sliding window; leave it out",
+            "--pcp=2: vLLM does not support this option for layers with sliding window",
         ),
         (["--kv-dtype", "fp12"], "--kv-dtype='fp12': give auto or one of"),
         (["--layout", "NHD"], "--layout='NHD': is not a known layout; write BLHNC or LBHNC"),

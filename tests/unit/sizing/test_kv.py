@@ -252,12 +252,12 @@ def test_prefill_context_parallelism_copies_what_decode_does_not_share() -> None
         (
             "gpt-oss-120b",
             {"tp": 8, "dcp": 2},
-            "--dcp=2: vLLM does not support it for layers with sliding",
+            "--dcp=2: vLLM does not support this option for layers with sliding",
         ),
         (
             "gpt-oss-120b",
             {"pcp": 2},
-            "--pcp=2: vLLM does not support it for layers with sliding window",
+            "--pcp=2: vLLM does not support this option for layers with sliding window",
         ),
         ("Qwen3-Next-80B-A3B-Instruct", {"pcp": 2}, "--pcp=2: .* with recurrent state; leave it"),
         ("DeepSeek-V3", {"tp": 4, "dcp": 3}, "--dcp=3: give a divisor of --tp 4"),

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `vllm-nvmeof doctor`: checks this machine, its targets and their paths."""
+"""The command `vllm-nvmeof doctor`, which checks this machine, its targets and their paths."""

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The checks that `vllm-nvmeof doctor` runs, and the tree in which it shows its findings.
+"""The checks of `vllm-nvmeof doctor`, and the tree of its findings.
 
-Each target is examined in an order that cannot hang: sysfs is read first, and a target without a
-live path is judged but never touched.
+The examination of a target cannot hang: sysfs is read first, and a target without a live path is
+judged but not touched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm_nvmeof_offload.fabric.topology import (
 )
 from vllm_nvmeof_offload.units import format_bytes
 
-#: The kernel reports nearly 2^31 for a device without a limit, such as one over fabrics.
+#: The kernel reports nearly 2^31 for a device without a limit, such as a device over fabrics.
 _NO_LIMIT_KB = 1 << 30
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 _FILE_COLUMNS = 240
@@ -46,7 +46,7 @@ _FILE_COLUMNS = 240
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """The result for one target. `link_bytes_per_s` sums all paths, one way; None if unknown."""
+    """The result for a target. `link_bytes_per_s` is for all paths, one way; None if unknown."""
 
     fabric: TargetFabric
     nics: dict[str, Nic]
@@ -76,8 +76,8 @@ def examine(
 ) -> int:
     """Examine this machine, `targets` and `peers`, print the findings and return the exit code.
 
-    `secret` is the peers' share secret, or empty. `pool` is the planned `pool_bytes`: for 0, no
-    target is examined. `url` is the address of a running server whose metrics are checked.
+    `secret` is the peers' share secret, or empty. `pool` is the planned `pool_bytes`; with 0, no
+    target is examined. `url` is a running server, to check its metrics.
     """
     machine, places, console = read_machine(), Places(), Console(stderr=True)
     targets = [] if pool == 0 else targets
@@ -123,7 +123,6 @@ def examine(
 def _ask_peers(
     addresses: Sequence[str], secret: bytes
 ) -> tuple[list[dict[str, Any]], list[Finding]]:
-    """Return the answers of all ranks of the servers at `addresses`, and the findings on them."""
     try:
         from vllm_nvmeof_offload.commands.doctor.peers import ask_all, check_transport, judge_answer
     except ImportError as failure:
@@ -139,14 +138,14 @@ def _show_progress(console: Console, path: str, phase: str) -> None:
 def examine_target(
     target: str, machine: Machine, places: Places, on_progress: Progress | None = None
 ) -> Examined:
-    """Examine `target`, with I/O only if that cannot hang; measure it if `on_progress` is given."""
+    """Examine `target`, with I/O only if I/O cannot hang; measure it if `on_progress` is given."""
     fabric = discover(os.path.abspath(target), places.sysfs, places.mountinfo)
     touched: list[Finding] = []
     if _may_touch(fabric):
         touched = host.check_target(target)
         if os.path.isdir(target) and worst(touched) is not Severity.ERROR:
             touched += host.check_regions(target)
-        # Symbolic links are followed only now, because they may lead to another mount.
+        # Follow symbolic links only now, because they may lead to another mount.
         real = discover(os.path.realpath(target), places.sysfs, places.mountinfo)
         fabric = replace(real, target=target)
     if not _may_touch(fabric):
@@ -178,14 +177,14 @@ def _may_touch(fabric: TargetFabric) -> bool:
 
 
 def _judge_measured(measured: Measured, allowed: float | None) -> Finding:
-    """Report the measured rates, never as a warning: only the operator knows what to expect."""
+    """Report the measured rates, never as a warning: only the operator knows the right rates."""
     write, read = (
         f"{format_bytes(rate)}/s" + (f" ({rate / allowed:.0%} of the links)" if allowed else "")
         for rate in (measured.write_bytes_per_s, measured.read_bytes_per_s)
     )
-    links = "the rate of its links is unknown"
+    links = "the rate of the links is unknown"
     if allowed is not None:
-        links = f"its links allow {format_bytes(allowed)}/s"
+        links = f"the links allow {format_bytes(allowed)}/s"
     evidence = (
         f"write {write}, read {read}; one {format_bytes(measured.chunk_bytes)} chunk is read in "
         f"{measured.read_latency_s_median * 1e3:.2f} ms (median of {measured.singles}, "
@@ -203,21 +202,18 @@ def _add_findings(branch: Tree, findings: Iterable[Finding]) -> None:
 
 
 def _text(text: str, style: str = "") -> Text:
-    """Return `text` with invalid bytes escaped; names from a mount table may contain such bytes."""
+    """Escape invalid bytes, which names in a mount table may contain."""
     return Text(text.encode(errors="backslashreplace").decode(), style)
 
 
 def outline(fabric: TargetFabric, nics: dict[str, Nic]) -> Tree:
-    """Return one target as a tree: file system → block devices → namespace → subsystem → paths.
-
-    Healthy lines are green, others yellow. The function is pure.
-    """
+    """Return one target as a tree: file system → block devices → namespace → subsystem → paths."""
     if fabric.mount is None:
         return Tree("mount unknown")
     mount, options = fabric.mount, ",".join(fabric.mount.options)
     top = Tree(_text(f"{mount.file_system} at {mount.point} ({options}) on {mount.source}"))
     if fabric.device_gone:
-        top.add(_text(f"its block device {mount.device} is gone", "yellow"))
+        top.add(_text(f"the block device {mount.device} is gone", "yellow"))
     elif fabric.devices:
         devices = {one.name: one for one in fabric.devices}
         _add_device(top, fabric.devices[0], devices, fabric, nics)
@@ -231,7 +227,7 @@ def _add_device(
     fabric: TargetFabric,
     nics: dict[str, Nic],
 ) -> None:
-    """Add a device and the devices below it. `devices` holds those without a line so far."""
+    """Add a device and the devices below it. `devices` has those without a line so far."""
     below = {name: one for name, one in devices.items() if name != device.name}
     for namespace in fabric.namespaces:
         if namespace.device == device.name:

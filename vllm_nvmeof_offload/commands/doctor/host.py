@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of this host and of its access to a target: memory, I/O, network interfaces, GPUs.
 
-Each check tries the real operation where it can and leaves nothing behind.
+Checks try the real operation where possible, and leave nothing behind.
 """
 
 from __future__ import annotations
@@ -107,7 +107,6 @@ def check_vllm() -> Finding:
 
 
 def check_memory(staging_bytes: int) -> Finding:
-    """Check that `staging_bytes` fit into the memory of this machine or container."""
     most = memory_bytes()
     evidence = f"staging of {format_bytes(staging_bytes)}, and {format_bytes(most)} of memory"
     if staging_bytes > most:
@@ -125,9 +124,8 @@ def _denied(check: str, denied: UringDeniedError, staging_bytes: int, effect: st
 
 
 def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
-    """Check that staging can use huge pages. With 4 KiB pages the device gets each transfer in many
-    pieces: on a virtio disk reads ran at half the speed, writes at 0.7 of it.
-    """
+    """Check that staging can use huge pages. With 4 KiB pages, which divide each transfer into many
+    pieces, a virtio disk read at half the rate and wrote at 0.7 of the rate."""
     try:
         chosen = setting.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
     except OSError:
@@ -139,7 +137,6 @@ def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
 
 
 def _try_ring(*, registered: bool) -> UringDeniedError | None:
-    """Set up a ring and close it; return the error, or None if that worked."""
     memory = mmap.mmap(-1, _PROBE_BYTES)
     address = np.frombuffer(memory, np.uint8).ctypes.data
     fd = os.memfd_create("nvmeof-doctor", os.MFD_CLOEXEC)
@@ -153,18 +150,16 @@ def _try_ring(*, registered: bool) -> UringDeniedError | None:
 
 
 def _may_lock_anything() -> bool:
-    """Return whether this process has CAP_IPC_LOCK, so that no locked-memory limit applies."""
     status = Path("/proc/self/status").read_text(encoding="ascii", errors="replace")
     capabilities = re.search(r"^CapEff:\s*([0-9a-f]+)", status, re.MULTILINE)
     return bool(capabilities and int(capabilities.group(1), 16) >> _CAP_IPC_LOCK & 1)
 
 
 def check_target(target: str) -> list[Finding]:
-    """Check one directory for use as a target. Only probe files are created, and then removed."""
     key = f"{ENV_PREFIX}ALLOW_ROOT_FILE_SYSTEM"
     settings = parse_config({"targets": [target]}, {key: os.environ.get(key, "false")})
     try:
-        # As a start does: a mounted file system whose device is lost fails only when written.
+        # Write, as a start does: a mounted file system with a lost device fails only on writes.
         (info,) = check_targets(settings, create=os.path.isdir(target))
     except ConfigError as refusal:
         evidence, _, remedy = refusal.remedy.partition("; ")
@@ -194,7 +189,6 @@ def check_target(target: str) -> list[Finding]:
 
 
 def check_pool(targets: list[str], pool: str | int) -> Finding:
-    """Check that a pool of size `pool` fits on `targets` and leaves the required space free."""
     try:
         settings = parse_config({"targets": targets, "pool_bytes": pool}, {})
         held = [usable_bytes([Path(target)]) for target in targets]
@@ -203,15 +197,15 @@ def check_pool(targets: list[str], pool: str | int) -> Finding:
     try:
         check_space(settings, held)
     except ConfigError as refusal:
-        # A live server's pool is not available to others, but it may be this server's own.
+        # A live server's pool is not available to others, but may belong to the planned server.
         ours = [find(filter(Path.is_dir, [Path(target)]), ours=True) for target in targets]
         taken = [sum(disk_bytes(one.path) for one in some) for some in ours]
         evidence = str(refusal)
         if live := sum(taken) - sum(held):
-            evidence += f"; pools of live servers, which have {format_bytes(live)}, do not count"
+            evidence += f"; pools of running servers ({format_bytes(live)}) do not count"
             with contextlib.suppress(ConfigError):
                 check_space(settings, taken)
-                return warning("pool_space", evidence, "none, if one of them is this server's")
+                return warning("pool_space", evidence, "none, if it is the planned server's pool")
         return error("pool_space", evidence)
     return ok("pool_space", f"a pool of {format_bytes(settings.pool_bytes or 0)} fits")
 
@@ -233,8 +227,8 @@ def check_holes(url: str) -> Finding:
 
 
 def check_regions(target: str) -> list[Finding]:
-    """Return a finding for each pool on a target: the process that holds it, and its readers; and
-    one for all pools that no server has used for some time."""
+    """Return a finding for each pool on a target, with its lease and readers, and a finding on all
+    pools that no server has used for some time."""
     try:
         surveyed = survey(find([Path(target)]))
     except PoolError as why:
@@ -261,7 +255,7 @@ def _region(one: Surveyed) -> str:
 
 
 def calibrate_gpus(open_gpu: Callable[[int], Cuda] = Cuda) -> list[Finding]:
-    """Compare DMA with the copy kernel. Return a finding per GPU, or a single one without a GPU."""
+    """Compare DMA with the copy kernel. Return a finding per GPU, or one finding without a GPU."""
     findings: list[Finding] = []
     while True:
         try:
@@ -283,7 +277,7 @@ def _compared(subject: str, cells: Sequence[Cell]) -> Finding:
     wins = Counter(best_of(cell) for cell in cells)
     spread = max(cell.spread for cell in cells)
     shown = (
-        f"of {len(cells)} kinds of transfer, {wins[Backend.KERNEL]} use the kernel and "
+        f"{wins[Backend.KERNEL]} of {len(cells)} kinds of transfer use the kernel, "
         f"{wins[Backend.OVERLAP]} DMA with the overlap hint; times varied by up to {spread:.0%}"
     )
     return ok("copy_table", shown, subject=subject)
@@ -297,8 +291,6 @@ def _not_calibrated(subject: str, why: EngineError) -> Finding:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """The files and directories in which the kernel describes this machine."""
-
     sysfs: str = "/sys"
     mountinfo: str = MOUNTINFO
     routes: str = "/proc/net/route"
@@ -307,10 +299,8 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A network interface. `speed_mbps` is None if unknown or if no hardware is below it.
-
-    `cards` are the PCIe links of the hardware below it; a bond may have several.
-    """
+    """A network interface. `speed_mbps` is None if unknown or without hardware. `cards` are the
+    PCIe links of the interface's hardware; a bond may have several."""
 
     name: str
     speed_mbps: int | None
@@ -319,10 +309,10 @@ class Nic:
 
 
 def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
-    """Map each controller's name to its network interface: host_iface, or as the routes say.
+    """Return the network interface by controller's name: host_iface, or from the routes.
 
-    The routes are those of this process's network namespace, although the connection may be in
-    another. Policy routing is ignored, and unknown interfaces are omitted.
+    The routes are those of this process's network namespace; the connection may be in another.
+    Policy routing is ignored, and unknown interfaces are omitted.
     """
     found = {}
     for controller in fabric.controllers:
@@ -332,7 +322,7 @@ def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
         directory = os.path.join(places.sysfs, "class/net", name or "")
         if name is not None and os.path.isdir(directory):
             hardware = _hardware(directory, _DEPTH_MAX)
-            # A veth pair or a tap device claims 10 Gb/s whatever its real rate.
+            # A veth pair or a tap device always reports 10 Gb/s.
             speed = read_number(directory, "speed") if hardware else None
             cards = [read_pcie_link(os.path.join(one, "device")) for one in hardware]
             found[controller.name] = Nic(
@@ -342,7 +332,6 @@ def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
 
 
 def _hardware(directory: str, depth: int) -> list[str]:
-    """Return the directories of the interfaces with hardware: `directory`, or those below it."""
     if os.path.exists(os.path.join(directory, "device")):
         return [directory]
     if not depth:
@@ -376,7 +365,6 @@ def _address(text: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address 
 
 
 def _routes(places: Places) -> list[tuple[_Network, str]]:
-    """Return the network and interface of every route; skip headings and malformed lines."""
     found = []
     for path, parse in ((places.routes, _route_v4), (places.routes_v6, _route_v6)):
         with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
@@ -387,14 +375,14 @@ def _routes(places: Places) -> list[tuple[_Network, str]]:
 
 
 def _route_v4(fields: list[str]) -> tuple[_Network, str]:
-    """Parse the fields: interface, destination, …, mask (the eighth), in native byte order."""
+    """Parse the fields interface, destination, …, mask (the eighth), in native byte order."""
     raw = [int(fields[at], 16).to_bytes(4, sys.byteorder) for at in (1, 7)]
     mask = ipaddress.IPv4Address(raw[1])
     return ipaddress.IPv4Network((raw[0], str(mask)), strict=False), fields[0]
 
 
 def _route_v6(fields: list[str]) -> tuple[_Network, str]:
-    """Parse the fields: destination, prefix length, …, interface (the last)."""
+    """Parse the fields destination, prefix length, …, interface (the last)."""
     if fields[-1] == "lo":
         raise ValueError("unreachable routes are listed on lo")
     raw = int(fields[0], 16).to_bytes(16, "big")
@@ -402,7 +390,7 @@ def _route_v6(fields: list[str]) -> tuple[_Network, str]:
 
 
 def _pcie_bytes_per_s(link: PcieLink) -> float | None:
-    """Return the rate of a PCIe link in one direction, including protocol overhead."""
+    """Return a PCIe link's rate in one direction, including protocol overhead."""
     if link.speed is None or link.width is None:
         return None
     share = 8 / 10 if link.speed <= _OLD_SPEED_MAX else 128 / 130
@@ -410,11 +398,8 @@ def _pcie_bytes_per_s(link: PcieLink) -> float | None:
 
 
 def link_bytes_per_s(fabric: TargetFabric, nics: dict[str, Nic]) -> float | None:
-    """Return the total rate of the links of all paths to a target, or None if unknown.
-
-    An interface that carries two paths counts once, as do controllers that several namespaces under
-    one file system share.
-    """
+    """Return the total rate of the links of all paths to a target, or None if unknown. An interface
+    of two paths, or a controller of several namespaces, counts once."""
     rates: dict[str, float | None] = {}
     used = {path.controller for namespace in fabric.namespaces for path in namespace.paths}
     for controller in fabric.controllers:

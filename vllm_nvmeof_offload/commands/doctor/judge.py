@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges a target's paths over the fabric, its mount, PCIe links and NUMA node, and the kernel.
+"""Judgements of a target's fabric paths, mount, PCIe links and NUMA node, and of the kernel.
 
-All functions are pure. `examine` puts the target's name into each finding about a target.
+All functions are pure. `examine` adds the target's name to each finding on a target.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from vllm_nvmeof_offload.fabric.topology import (
     TargetFabric,
 )
 
-#: Values that the remedies propose: seconds until I/O fails after every path is lost, and until the
-#: kernel gives up the controller. Reads have deadlines; these settings free buffers and processes.
+#: Timeouts in the remedies: until I/O fails after every path is lost, and until the kernel removes
+#: the controller. Reads have deadlines; these timeouts free buffers and processes.
 _FAST_IO_FAIL_S, _CTRL_LOSS_S = 5, 600
-#: The bytes of a RoCE packet, without headers, that an Ethernet MTU should allow.
+#: The payload bytes of a RoCE packet that an Ethernet MTU should allow.
 _ROCE_PAYLOAD_BYTES = 4096
-#: ANA states in which I/O is possible; an unknown state counts as one.
+#: ANA states in which I/O is possible; None is an unknown state.
 _OPEN = (None, OPTIMIZED, "non-optimized")
 
 
 def can_do_io(fabric: TargetFabric) -> bool:
-    """Return whether I/O on the target is safe: it may hang if a namespace has no live path."""
+    """Return whether each namespace has a live path; without one, I/O may hang."""
     live = {one.name for one in fabric.controllers if one.state in (LIVE, None)}
     return all(
         any(path.controller in live and path.ana_state in _OPEN for path in namespace.paths)
@@ -42,7 +42,6 @@ def can_do_io(fabric: TargetFabric) -> bool:
 
 
 def judge_paths(fabric: TargetFabric) -> list[Finding]:
-    """Return findings on the target's fabric and on the paths to it."""
     findings = [_judge_fabric(fabric)]
     for namespace in fabric.namespaces:
         if any(one.over_fabric for one in namespace.subsystem.controllers):
@@ -63,7 +62,7 @@ def judge_paths(fabric: TargetFabric) -> list[Finding]:
 def _judge_fabric(fabric: TargetFabric) -> Finding:
     mount = fabric.mount
     if mount is None:
-        return ok("fabric", "its mount and its devices are unknown")
+        return ok("fabric", "the mount and the devices are unknown")
     if fabric.device_gone:
         evidence = f"the block device {mount.device} under its file system is gone"
         remedy = f"reconnect, then umount {mount.point} and mount it from its new device"
@@ -105,7 +104,7 @@ def _judge_count(namespace: Namespace) -> Finding:
             f"nvme connect -t {_transports(namespace)} -n {namespace.subsystem.nqn or 'NQN'} "
             "-a ANOTHER_ADDRESS -s 4420, through another interface"
         )
-    return warning("paths", f"{evidence}; if it is lost, so is the target", remedy)
+    return warning("paths", f"{evidence}; a lost path makes the target unusable", remedy)
 
 
 def _judge_iopolicy(namespace: Namespace) -> Iterator[Finding]:
@@ -119,7 +118,7 @@ def _judge_iopolicy(namespace: Namespace) -> Iterator[Finding]:
         remedy = f"echo round-robin > /sys/class/nvme-subsystem/{name}/iopolicy"
         yield warning("iopolicy", evidence, remedy)
     elif policy == "numa":
-        yield ok("iopolicy", f"numa for {device}; only one path is optimized, so it matters little")
+        yield ok("iopolicy", f"numa for {device}, which has only one optimized path")
     else:
         yield ok("iopolicy", f"{policy or 'unknown'} for {device}")
 
@@ -133,7 +132,7 @@ def _judge_ana(namespace: Namespace) -> Iterator[Finding]:
     elif states == {OPTIMIZED}:
         yield ok("ana", _states(seen))
     elif states:
-        remedy = "find the cause on the storage; `nvme list-subsys -v` shows the states here"
+        remedy = "find the cause on the storage system; `nvme list-subsys -v` shows the states"
         yield warning("ana", _states(seen), remedy)
 
 
@@ -144,7 +143,7 @@ def _judge_states(fabric: TargetFabric) -> Finding:
         return ok("controllers", shown)
     finding = warning if can_do_io(fabric) else error
     remedy = (
-        "check the link, the target and `dmesg | grep nvme`; to give one up: "
+        "check the link, the target and `dmesg | grep nvme`; to remove a controller: "
         f"nvme disconnect -d {down[0].name}"
     )
     return finding("controllers", shown, remedy)
@@ -182,9 +181,9 @@ def judge_rdma(
         port = next((port for port in ports if port.on(nic.name)), None)
         if port is not None:
             yield from _judge_port(controller, nic, port)
-        elif any(port.gids for port in ports):  # the GIDs of an InfiniBand port name no interface
-            evidence = f"{controller.name} uses {nic.name}, on which there is no RoCE port"
-            remedy = "name an interface of a RoCE card with --host-iface; see `rdma link`"
+        elif any(port.gids for port in ports):  # GIDs of InfiniBand ports have no interface
+            evidence = f"{controller.name} uses {nic.name}, which has no RoCE port"
+            remedy = "give an interface of a RoCE card with --host-iface; see `rdma link`"
             yield warning("rdma_port", evidence, remedy)
 
 
@@ -209,17 +208,17 @@ def _judge_port(controller: Controller, nic: Nic, port: RdmaPort) -> Iterator[Fi
             f"{name} has no {ROCE_V2} GID of the address family of {controller.traddr}, only "
         )
         evidence += ", ".join(sorted({f"{gid.address} ({gid.kind})" for gid in gids}))
-        remedy = f"ip addr add ADDRESS/PREFIX dev {nic.name}; each address makes a GID"
+        remedy = f"ip addr add ADDRESS/PREFIX dev {nic.name}; each address adds a GID"
         yield warning("rdma_gid", evidence, remedy)
     if nic.mtu is None:
         return
     carried = roce_payload_bytes(nic.mtu)
-    evidence = f"{controller.name}: {nic.name} has MTU {nic.mtu}, so that an RDMA packet carries "
+    evidence = f"{controller.name}: {nic.name} has MTU {nic.mtu}, so an RDMA packet carries "
     evidence += f"{carried} bytes"
     if carried >= _ROCE_PAYLOAD_BYTES:
         yield ok("rdma_mtu", evidence)
     else:
-        remedy = f"ip link set {nic.name} mtu 9000, after every switch and the target have it"
+        remedy = f"ip link set {nic.name} mtu 9000, after setting it on the switches and the target"
         yield warning("rdma_mtu", evidence, remedy)
 
 
@@ -234,18 +233,18 @@ def _judge_security(controllers: list[Controller]) -> Iterator[Finding]:
         shown = _states(seen)
         if "off" in seen.values():
             remedy = (
-                f"set up a key on both sides (nvme {key}), and nvme connect … {option}; or keep "
-                "other machines off the network"
+                f"set up a key on both sides (nvme {key}), and nvme connect … {option}; or exclude "
+                "other machines from the network"
             )
             yield warning(check, f"{shown}: {danger}", remedy)
             continue
         if None in seen.values():
-            shown += " (this kernel does not show it; it may be off)"
+            shown += f" (this kernel does not show {check}, which may be off)"
         yield ok(check, shown)
 
 
 def judge_mount(fabric: TargetFabric) -> list[Finding]:
-    """Judge the mount's atime option: whether a read of a slab also writes its inode."""
+    """Judge the mount's atime option, which decides whether a read also writes an inode."""
     if fabric.mount is None:
         return []
     options, remedy = fabric.mount.options, f"mount -o remount,noatime {fabric.mount.point}"
@@ -261,7 +260,6 @@ def judge_mount(fabric: TargetFabric) -> list[Finding]:
 
 
 def judge_pcie(fabric: TargetFabric, nics: dict[str, Nic]) -> list[Finding]:
-    """Judge whether links run slower or narrower than their cards support."""
     links = _links(fabric, nics)
     if not links:
         return []
@@ -287,7 +285,6 @@ def _links(fabric: TargetFabric, nics: dict[str, Nic]) -> dict[str, PcieLink]:
 
 
 def judge_numa(fabric: TargetFabric, nics: dict[str, Nic], machine: Machine) -> list[Finding]:
-    """Judge whether this process and at least one GPU share a NUMA node with the target's links."""
     at = {name: link.numa_node for name, link in _links(fabric, nics).items()}
     nodes = {node for node in at.values() if node is not None}
     if len(machine.nodes) < 2 or not nodes:
@@ -312,13 +309,12 @@ def judge_numa(fabric: TargetFabric, nics: dict[str, Nic], machine: Machine) -> 
 
 
 def judge_kernel(machine: Machine, target_count: int) -> Finding:
-    """Judge whether this kernel supports all features that the I/O core uses."""
     kernel, shown = machine.kernel, f"Linux {machine.release}"
     if kernel == (0, 0):
         return ok("kernel", f"{shown}: its version is unknown")
     lacks = [
         ((5, 10), "has no suitable io_uring: I/O runs on threads instead"),
-        ((6, 1), "has no deferred work in io_uring: completions interrupt the I/O threads"),
+        ((6, 1), "has no deferred work in io_uring, so completions interrupt the I/O threads"),
     ]
     if target_count > 1:
         evidence = (

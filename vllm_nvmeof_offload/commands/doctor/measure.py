@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures a target through the product's own I/O, with a small temporary pool.
+"""Measurement of a target through the product's own I/O, with a small temporary pool.
 
-Whole slots are written, then read back and verified, so the times include checksums. New data may
-still be in the target's own cache: a target can be slower at reading old data and at sustained
-writes.
+Whole slots are written, read back and verified, so the times include checksums. New data may still
+be in the target's cache: reads of old data and sustained writes can be slower.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import MIB, format_bytes, slot_stride_bytes
 
 PAYLOAD_BYTES = 2 * MIB
-#: With headers, the slots take less than 128 MiB. They are written twice, because the first writes
-#: into new space are slower than later ones and do not count.
+#: The slots take less than 128 MiB, including headers. They are written twice, because first writes
+#: into new space are slower and do not count.
 SLOTS = 62
 _DEPTH = 16
 _FILL_S_MAX, _WRITE_S_MAX, _READ_S_MAX, _SINGLE_S_MAX = 0.8, 0.6, 0.7, 0.4
 _SINGLES_MAX = 100
-#: The time without progress after which a target counts as hung, or as too slow to be useful.
+#: The time without progress after which a target counts as hung.
 _STALL_S = 5.0
 _SEED = 1
 
@@ -47,12 +46,12 @@ Progress = Callable[[str], None]
 
 
 class MeasureError(EngineError):
-    """Raised if a target cannot be measured. The message gives the reason."""
+    """Raised if a target cannot be measured. The message contains the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measured payload rates. `singles` is the number of reads whose latency was measured."""
+    """The measured payload rates, and the latencies of `singles` reads."""
 
     engine: str
     chunk_bytes: int
@@ -64,14 +63,12 @@ class Measured:
 
 
 def measure(target: str, on_progress: Progress) -> Measured:
-    """Measure the directory `target` in about three seconds, writing at most 256 MiB.
-
-    Raises MeasureError if an operation fails or hangs, or if there is too little space.
-    """
+    """Measure the directory `target` in about three seconds, writing at most 256 MiB. Raises
+    MeasureError if an operation fails or hangs, or if there is too little space."""
     try:
         with _pool(target) as pool:
             staging = Staging(pool.slot_bytes, _DEPTH, 0)
-            # Bytes that no device can compress.
+            # No device can compress random bytes.
             staging.view[:] = np.random.default_rng(_SEED).bytes(staging.size_bytes)
             address = staging.map.base_address
             engine, _ = choose_io_engine("auto", pool, staging.view, address, TUNING)
@@ -113,7 +110,7 @@ def _phases(runner: _Runner, engine: str, on_progress: Progress) -> Measured:
 def _pool(target: str) -> Iterator[Pool]:
     needed = SLOTS * (slot_stride_bytes(PAYLOAD_BYTES) + ENTRY_BYTES)
     too_little = f"{target}: {format_bytes(needed)} of free space are needed to measure"
-    # Otherwise the pool would shrink and fill all free space, which running servers need.
+    # A pool that does not fit would shrink and fill all free space, which running servers need.
     if shutil.disk_usage(target).free < needed:
         raise MeasureError(too_little)
     directory = Path(tempfile.mkdtemp(prefix=".vllm-nvmeof-doctor-", dir=target))
@@ -125,11 +122,11 @@ def _pool(target: str) -> Iterator[Pool]:
                 payload_bytes=PAYLOAD_BYTES,
                 keyspace=Keyspace.of({"doctor": PAYLOAD_BYTES}),
                 named=False,
-                log_pages=0,  # no follower reads it
+                log_pages=0,  # no follower reads the log
             )
         )
     finally:
-        # Delete at once: the files stay open, and vanish with this process however it ends.
+        # Delete the files while they are open: they disappear with this process.
         shutil.rmtree(directory, ignore_errors=True)
     try:
         if pool.slots < SLOTS:
@@ -141,8 +138,6 @@ def _pool(target: str) -> Iterator[Pool]:
 
 
 class _Runner:
-    """Keeps operations in flight on the engine, as its only caller."""
-
     def __init__(self, engine: IoEngine, pool: Pool, address: int) -> None:
         self.slots = pool.slots
         self.latencies_s: list[float] = []
@@ -156,10 +151,8 @@ class _Runner:
     def run(
         self, kind: OpKind, slots: Iterable[int], depth: int, seconds_max: float
     ) -> tuple[int, float]:
-        """Keep `depth` operations in flight until the time is up or `slots` is exhausted.
-
-        Returns the number of operations and the seconds until the last one completed.
-        """
+        """Keep `depth` operations in flight until the time is up or `slots` is exhausted. Return
+        the number of operations and the seconds until the last completion."""
         remaining, free = iter(slots), list(range(depth))
         running: dict[int, tuple[int, float]] = {}  # token → (buffer, start time)
         start_s = time.perf_counter()

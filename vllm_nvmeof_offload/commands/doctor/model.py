@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report on one model: its KV cache groups, their sizes, what is stored, and any refusal.
+"""The report on a model: its KV cache groups, their sizes, the stored chunks, and any refusal.
 
-It is computed from the model's config.json with the arithmetic of `vllm-nvmeof size`: neither a GPU
-nor vLLM is needed, and no weights are read.
+The report is computed from config.json as in `vllm-nvmeof size`, without a GPU, vLLM or weights.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from vllm_nvmeof_offload.groups import GroupKind, RankGroup
 from vllm_nvmeof_offload.units import HEADER_BYTES, human_bytes, slot_stride_bytes
 
 _FILE_COLUMNS = 160
-#: A note is printed if less than this share of the slots' bytes is used.
+#: A note is printed if slots are filled to a lower share on average.
 _FILL_MIN = 0.75
 
 _STORED = {
@@ -38,9 +37,9 @@ _STORED = {
 class GroupRow:
     """A KV cache group on one rank of the fullest stage. Bytes exclude padding.
 
-    In a group that keeps all tokens, `token_bytes` is the size of one token. In a group that keeps
-    only the last tokens, one boundary needs `boundary_chunks` and `boundary_bytes`. `slot_fill` is
-    the share of a slot that a chunk fills. Fields that do not apply are None.
+    A group that keeps all tokens has `token_bytes` per token; a group that keeps only the last
+    tokens has `boundary_chunks` and `boundary_bytes` per boundary. `slot_fill` is the share of a
+    slot that a chunk fills. Fields that do not apply are None.
     """
 
     group: int
@@ -59,10 +58,8 @@ class GroupRow:
 
 
 def examine_model(path: Path, kv_dtype: str, as_json: bool, **given: Any) -> int:
-    """Print the report on the model in `path` and return the exit code.
-
-    `given` holds fields of `Deployment`. Raises ConfigError for a value that cannot be used.
-    """
+    """Print the report on the model in `path` and return the exit code. `given` has fields of
+    `Deployment`. Raises ConfigError for an unusable value."""
     model = read_model(path)
     element_bytes = model.kv_element_bytes(kv_dtype)
     sizes = KvSizes(model, Deployment(kv_element_bytes=element_bytes, **given))
@@ -78,7 +75,7 @@ def describe(sizes: KvSizes) -> dict[str, Any]:
     """Return the output of `vllm-nvmeof doctor --model --json`, with a `GroupRow` for each group.
 
     Bytes are for one rank. A hit ends at a multiple of `unit_tokens`. `boundary_tokens` is the
-    number that the key's value auto stands for with this model, or 0 if the key has no effect.
+    meaning of the key's value auto for this model, or 0 if the key has no effect.
     """
     refusal, stored, deployment = sizes.refusal, sizes.groups(), sizes.deployment
     slot = slot_stride_bytes(max((one.payload_bytes for one in stored), default=0))
@@ -143,7 +140,7 @@ def _notes(sizes: KvSizes, stored: list[RankGroup], slot: int) -> Iterator[str]:
     if any(one.group.reach_chunks is not None for one in stored):
         yield (
             f"a hit ends at a multiple of {sizes.unit_tokens} tokens at which windows and states "
-            "were stored: where a prompt or an answer ended, and where prompts diverge"
+            "were stored: at the end of a prompt or answer, or where prompts diverge"
         )
     deployment, copies = sizes.deployment, sizes.copies()
     if copies > 1:
@@ -155,12 +152,12 @@ def _notes(sizes: KvSizes, stored: list[RankGroup], slot: int) -> Iterator[str]:
     fill /= max(1, len(stored) * (slot - HEADER_BYTES))
     if stored and fill < _FILL_MIN:
         yield (
-            f"slots are {fill:.0%} full on average, because all groups use one slot size; only a "
-            "group's own bytes are copied, written and read"
+            f"slots are {fill:.0%} full on average, because all groups use one slot size; padding "
+            "is not copied, written or read"
         )
     for cache in sizes.model.caches:
         if cache.kind is LayerKind.STATE and cache.state is None:
-            yield "this family's recurrent state has an unknown size: counted as 0"
+            yield "the size of this family's recurrent state is unknown and counted as 0"
 
 
 def _show(sizes: KvSizes, report: dict[str, Any]) -> None:

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks which servers read for peers, and by which transport this machine would get chunks.
+"""Checks of servers that read for peers, and of the transport to this machine.
 
-A server refuses a peer that does not match, names one value that differs, and keeps no session. A
-second greeting with that value makes it name the next one. A few greetings thus reveal all values,
-without a session. A server with a share secret answers only peers with the same secret.
+A server refuses a greeting that does not match, names one value that differs, and keeps no session.
+Each greeting repeats the values named so far, until the server has named all. A server with a share
+secret answers only peers with the same secret.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _DIFFERS = re.compile(r"(version|keyspace|world_size|rank|slot_bytes) (\w+) here
 
 @dataclass
 class Answer:
-    """The answer of one rank of a server. If there was none, `error` says why."""
+    """The answer of one rank of a server, or the `error` if there was no answer."""
 
     address: str
     rank: int = 0
@@ -57,10 +57,8 @@ class Answer:
 
 
 def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) -> Answer:
-    """Greet one rank of a server again and again until it has named all its values.
-
-    `before` is the number of ports from `address` on that earlier replicas use.
-    """
+    """Greet one rank of a server until it has named all its values. `before` is the number of
+    ports, from `address` on, that earlier replicas use."""
     answer, began_s = Answer(address, rank), time.monotonic()
     place = host_and_port(address, before + rank)
     with zmq.Context() as context:
@@ -68,11 +66,11 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
             try:
                 text = _greet(context, place, answer, secret)
             except PermissionError as error:
-                answer.error, answer.remedy = str(error), "name the servers' share_secret_file"
+                answer.error, answer.remedy = str(error), "give the servers' share_secret_file"
                 break
             except (MalformedError, zmq.ZMQError, ValueError) as error:
                 answer.error = str(error)
-                answer.remedy = "start it with peer_listen, and open the port to this host"
+                answer.remedy = "start the server with peer_listen, and open the port to this host"
                 break
             answer.answers_ms = answer.answers_ms or 1000 * (time.monotonic() - began_s)
             found = _DIFFERS.match(text)
@@ -85,10 +83,8 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
 def _greet(
     context: zmq.Context[zmq.Socket[bytes]], place: str, known: Answer, secret: bytes
 ) -> str:
-    """Greet a server once and return its refusal: no server has our tag, so each one refuses us.
-
-    Raises PermissionError if the server's share secret differs from ours.
-    """
+    """Greet a server once and return its refusal: no server has the tag of the greeting. Raises
+    PermissionError if the server's share secret differs from ours."""
     facts = known.facts
     hello = Hello(
         version=int(facts.get("version", VERSION)),
@@ -110,7 +106,7 @@ def _greet(
         for one in (socket, failed):
             poller.register(one, zmq.POLLIN)
         ready = dict(poller.poll(_ANSWER_MS))
-        socket.disable_monitor()  # otherwise its address may still be in use at the next greeting
+        socket.disable_monitor()  # or its address may still be in use at the next greeting
         failed.close()
         if failed in ready:
             raise PermissionError(STRANGER)
@@ -124,7 +120,6 @@ def _greet(
 
 
 def ask_all(addresses: Sequence[str], secret: bytes = b"") -> Iterator[Answer]:
-    """Ask all ranks of the replica at each address, and of all replicas after it."""
     for address in addresses:
         first = ask(address, secret=secret)
         yield first
@@ -138,7 +133,6 @@ def ask_all(addresses: Sequence[str], secret: bytes = b"") -> Iterator[Answer]:
 
 
 def judge_answer(one: Answer) -> Finding:
-    """Judge one rank's answer or the lack of one."""
     replica = f"replica {one.replica} of {one.replicas}, " if one.replicas > 1 else ""
     evidence = f"{one.address} {replica}rank {one.rank}"
     if one.error:
@@ -149,7 +143,6 @@ def judge_answer(one: Answer) -> Finding:
 
 
 def check_transport() -> Finding:
-    """Judge the transport by which this machine would receive chunks from peers."""
     why_not = why_no_pulls()
     if not why_not:
         return ok("peer_transport", "RDMA with peers that support RDMA, else messages")

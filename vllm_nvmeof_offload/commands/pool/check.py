@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `pool check`: compares tables with slots and repairs table entries.
+"""The command `pool check`, which compares tables with slots and repairs table entries.
 
-The check reads the 4 KiB header of each slot that a table lists or for which it has no entry. A
-deep check reads all of each listed slot and verifies the checksums of header and payload. It uses
-O_DIRECT if the file system supports that, because the page cache would hide media errors.
+The check reads the 4 KiB header of each slot with a table entry or a missing one. A deep check
+reads each stored slot in full and verifies the checksums of header and payload, with O_DIRECT if
+the file system supports it, because the page cache would hide media errors.
 """
 
 from __future__ import annotations
@@ -32,31 +32,30 @@ from vllm_nvmeof_offload.pool.survey import RankDirectory, Surveyed, survey
 from vllm_nvmeof_offload.pool.takeover import OwnerState
 from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 
-#: The maximum number of defects listed per directory; further ones are only counted.
+#: The maximum number of defects listed per directory; further defects are only counted.
 _LISTED_MAX = 1000
 _HEADER_THREADS = 16
 _BATCH_PER_THREAD = 16
-#: Waits longer than a live server needs between writing a slot and writing its table entry.
+#: Waits longer than a server needs between the writes of a slot and of its table entry.
 _let_writes_end = functools.partial(time.sleep, 1.0)
 
 
 class Damage(enum.IntEnum):
-    """The severity of a defect. Its values are exit codes of fsck(8)."""
+    """The severity of a defect. The values are exit codes of fsck(8)."""
 
     NOTE = 0
     REPAIRED = 1
     DAMAGE = 4
-    #: The pool cannot be used, or was not checked.
-    UNUSABLE = 8
+    UNUSABLE = 8  # the pool cannot be used, or was not checked
 
 
 @dataclass
 class Report:
     """The result for one rank directory.
 
-    `checked` is the number of live entries whose slots were read. A deep check sets `read_bytes`,
-    `seconds` and `direct`. `findings` lists kind, severity and slot of each defect, as in the JSON;
-    the slot is None for a defect of the directory. Slots are numbered within the directory.
+    `checked` is the number of live entries with slots that were read. A deep check sets
+    `read_bytes`, `seconds` and `direct`. `findings` has the kind, severity and slot of each defect,
+    as in the JSON; the slot, numbered within the directory, is None for a defect of the directory.
     """
 
     surveyed: Surveyed
@@ -70,7 +69,7 @@ class Report:
     worst: Damage = Damage.NOTE
 
     def add(self, kind: str, slot: int | None = None, damage: Damage | None = None) -> None:
-        """Add a defect. One without `damage` is repairable: REPAIRED if `repair`, else DAMAGE."""
+        """Add a defect. Without `damage` it is repairable: REPAIRED if `repair`, else DAMAGE."""
         if damage is None:
             damage = Damage.REPAIRED if self.repair else Damage.DAMAGE
         self.worst = max(self.worst, damage)
@@ -80,7 +79,6 @@ class Report:
             self.findings.append({"kind": kind, "severity": severity, "slot": slot})
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain JSON values, with sizes in bytes and time in seconds."""
         found: dict[str, Any] = {
             "directory": str(self.surveyed.path),
             "live": self.surveyed.owner.kind == "live",
@@ -96,7 +94,6 @@ class Report:
 
 
 def exit_code(reports: Sequence[Report]) -> int:
-    """Return the worst damage of all reports."""
     return int(max((report.worst for report in reports), default=Damage.NOTE))
 
 
@@ -107,21 +104,21 @@ def check(
     on_progress: Progress = lambda *_: None,
     settle: Callable[[], None] = _let_writes_end,
 ) -> list[Report]:
-    """Check tables against slots. Pass all parts of a pool at once, because they share an epoch.
+    """Check tables against slots. Pass all parts of a pool together, because they share an epoch.
 
     `repair` rebuilds wrong entries from the slots' headers or drops them, but never while a server
-    runs. All directories are held from before the first survey until the last repair, so that no
+    runs. It holds all directories from before the first survey until the last repair, so that no
     server starts on a partly repaired pool. A superblock is not repaired, because its content is
     stored nowhere else. `on_progress` counts bytes. If a server runs, `settle` is called before
-    suspects are judged. Raises PoolLockedError, which names a live process that holds a directory
-    to be repaired, or PoolError if a file cannot be read, locked or written.
+    suspects are judged. Raises PoolLockedError if a live process holds a directory to be repaired,
+    and PoolError if a file cannot be read, locked or written.
     """
     held = hold([one.path for one in directories]) if repair else contextlib.nullcontext()
     with held as before_write:
         reports = [Report(one, repair) for one in survey(directories)]
         for report in reports:
             if repair:
-                # This process holds the directory, so the survey found it live.
+                # The survey reported this process as a live owner.
                 report.surveyed = replace(report.surveyed, owner=OwnerState("free"))
             if (superblock := report.surveyed.superblock) is not None:
                 with offline.open_rank(report.surveyed, before_write, deep) as rank:
@@ -144,13 +141,12 @@ def _check_rank(
     """Find suspect slots, judge each again in ascending order, list defects and repair entries.
 
     While a server runs, a slot that is being written looks damaged for a moment. The check
-    therefore waits and judges each suspect again, by its entry at that time. Repairs extend a
-    truncated table entry by entry, so that a crash leaves a short table rather than zeros in place
-    of missing entries.
+    therefore waits and judges each suspect again by its new entry. Repairs extend a truncated table
+    entry by entry: after a crash the table is short, without zeros in place of missing entries.
     """
     table, slots = rank.table(), rank.superblock.slots
     if rank.slab_slots < slots:
-        # Entries of slots beyond the slab's end are listed one by one.
+        # Entries of slots beyond the slab's end are listed separately.
         kind = f"slab has {rank.slab_slots} of {slots} slots; the next start extends it"
         report.add(kind, damage=Damage.NOTE)
     if missing := int((table.states == MISSING).sum()):
@@ -181,7 +177,7 @@ def _check_rank(
 def _suspects(
     rank: OfflineRank, table: offline.Table, report: Report, on_progress: Progress
 ) -> list[int]:
-    """Return the slots that do not prove their entry or have none. Reads ahead are bounded."""
+    """Return the slots that do not prove their entry or have no entry. Bounds the reads ahead."""
     slot_bytes, directory = rank.superblock.slot_bytes, rank.surveyed.directory
     indices = np.flatnonzero(np.isin(table.states, (LIVE, DAMAGED, MISSING)))
     written = set(written_slots(rank.slab_fd, indices, slot_bytes).tolist())
@@ -213,7 +209,6 @@ def _suspects(
 
 
 def _check_log(report: Report, pages: int) -> None:
-    """Note gaps in the log. For each gap, readers of the log read the table instead."""
     with offline.open_log(report.surveyed) as log:
         try:
             found = os.fstat(log.fileno()).st_size // PAGE_BYTES

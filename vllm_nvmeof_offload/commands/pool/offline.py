@@ -2,9 +2,9 @@
 """Access to rank directories without an I/O engine: tables, slots, defects, removal and prefill.
 
 A rank is read-only unless it is opened with `before_write`; the caller must then hold its lock.
-Removal deletes only our own files. Prefill writes zeros where a slab was never written, because the
-first write into preallocated space also changes the file system's extents and runs at about half
-the speed of later writes. A hole reads as zeros, so prefill changes no byte that a reader sees.
+Prefill writes zeros where a slab was never written, because the first write into preallocated space
+also changes the file system's extents and runs at about half the speed of later writes. A hole
+reads as zeros, so prefill changes no byte for a reader.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ from vllm_nvmeof_offload.pool.survey import FACTS_FILE, RankDirectory, Surveyed,
 from vllm_nvmeof_offload.protocol import SavedSessions, SlotIdentity
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB, PAGE_BYTES, slot_stride_bytes
 
-#: A callback that gets (directory, done, total); the unit depends on the operation.
+#: Called with (directory, done, total); the unit depends on the operation.
 Progress = Callable[[RankDirectory, int, int], None]
-#: A callback before each change in a held directory; see `pool.ownership.hold`.
+#: Called before each change in a held directory (`pool.ownership.hold`).
 BeforeWrite = Callable[[], None]
 
-#: The files in order of removal, the superblock first: the next start takes a directory without one
-#: as empty. Lease and lock are removed last, and only together with the directory.
+#: The files in order of removal: first the superblock, without which a directory counts as empty.
+#: Lease and lock are removed last, and only together with the directory.
 _SUPERBLOCKS = ("superblock", "superblock.new")
 _FILES = (*_SUPERBLOCKS, "table", "log", "slab", "probe", SESSIONS_FILE, SESSIONS_TEMPORARY)
 _CLAIMS = ("lease", "lock")
 _THREADS_MAX = 8
 _BUFFER_BYTES_MAX = 256 * MIB
 _WRITE_BYTES = 4 * MIB
-#: The number of threads that read headers, and of headers handed to them at a time.
+#: The number of threads that read headers, and of headers per batch.
 _READ_THREADS, _BATCH = 16, 1024
 
 
 #: The states of a table entry: never written; adopted by the next start; intact, but of another
-#: epoch; not intact, or of a group that is not in the superblock; beyond the end of the file.
+#: epoch; not intact, or of a group that the superblock lacks; beyond the end of the file.
 STATES = ("empty", "live", "void", "damaged", "missing")
 EMPTY, LIVE, VOID, DAMAGED, MISSING = range(len(STATES))
 
@@ -82,9 +82,7 @@ EMPTY, LIVE, VOID, DAMAGED, MISSING = range(len(STATES))
 @dataclass(frozen=True, slots=True)
 class Entry:
     """A table entry. `state` is one of `STATES`; `identity` and `epoch` are set if it is intact.
-
-    `single_copy` means that no other rank of the set stores the chunk.
-    """
+    With `single_copy`, no other rank of the set stores the chunk."""
 
     state: str
     identity: SlotIdentity | None = None
@@ -94,7 +92,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """The content of a table. `states` is uint8[n]: an index into `STATES` per slot."""
+    """The content of a table. `states` is uint8[n], by slot an index into `STATES`."""
 
     states: npt.NDArray[np.uint8]
     entries: DecodedTable
@@ -108,8 +106,8 @@ class Table:
 class Judgement:
     """The defect of a slot.
 
-    `kind` is for display, and programs may rely on its wording. `replacement` is the 64-byte entry
-    that a repair writes. `worth_listing` is False if no stored chunk is affected.
+    Programs may rely on the wording of `kind`. `replacement` is the 64-byte entry that a repair
+    writes. `worth_listing` is False if no stored chunk is affected.
     """
 
     kind: str
@@ -121,9 +119,9 @@ class Judgement:
 class OfflineRank:
     """An opened rank directory, created by `open_rank`. Slots are numbered within it.
 
-    `before_write` is None if the rank is open read-only. `threads` is the number of threads that
-    may call `check` at a time; 0 means that payloads are not read. `direct_fd` is the slab opened
-    with O_DIRECT, or None if that does not work. Each of `buffers` holds a whole slot.
+    `before_write` is None if the rank is read-only. At most `threads` threads may call `check`; 0
+    means that payloads are not read. `direct_fd` is the slab opened with O_DIRECT, or None if that
+    failed. Each of `buffers` has room for a slot.
     """
 
     surveyed: Surveyed
@@ -141,7 +139,7 @@ class OfflineRank:
         return share_tag(self.superblock.keyspace)
 
     def wanted(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Wanted:
-        """Return what slot `index` must prove for `identity`. A `tag` of None means `self.tag`."""
+        """Return the values that slot `index` must prove for `identity`. `tag` None: `self.tag`."""
         # For a key of an unknown group, use a length that no chunk has.
         length, place = self.superblock.length_of(identity.key), self.superblock.place(index)
         return identity, -1 if length is None else length, place, tag or self.tag
@@ -149,10 +147,7 @@ class OfflineRank:
     def mismatch(
         self, index: int, header: SlotHeader, identity: SlotIdentity, tag: bytes | None = None
     ) -> str:
-        """Return why the header does not prove that its slot holds `identity`, or "" if it does.
-
-        `tag` is as in `wanted`.
-        """
+        """Return why the header does not prove `identity`, or "". `tag` is as in `wanted`."""
         _, length, place, tag = self.wanted(index, identity, tag)
         differences = {
             "holds a chunk of another slot": header.place != place,
@@ -165,16 +160,14 @@ class OfflineRank:
 
     @property
     def slab_slots(self) -> int:
-        """Return the number of whole slots in the slab file, which may have been truncated."""
         return os.fstat(self.slab_fd).st_size // self.superblock.slot_bytes
 
     def table(self) -> Table:
-        """Read and decode the whole table (64 bytes per slot)."""
         count = self.superblock.slots
         return self._decode(read_table(self.table_fd, count), 0, count)
 
     def entry(self, index: int) -> Entry:
-        """Read the table entry of slot `index` as it is now. Raises PoolError if that fails."""
+        """Read the table entry of slot `index`. Raises PoolError if the read fails."""
         with as_pool_error(f"cannot read {self.surveyed.path / 'table'}"):
             raw = os.pread(self.table_fd, ENTRY_BYTES, index * ENTRY_BYTES)
         table = self._decode(np.frombuffer(raw, np.uint8), index, 1)
@@ -185,11 +178,10 @@ class OfflineRank:
         return Entry(state, table.identity(0), int(table.entries.epochs[0]), is_single)
 
     def _decode(self, raw: npt.NDArray[np.uint8], first: int, count: int) -> Table:
-        """Decode `count` entries that start at index `first`; entries beyond `raw` are missing."""
         whole = raw.size // ENTRY_BYTES
         raw = np.pad(raw[: whole * ENTRY_BYTES], (0, (count - whole) * ENTRY_BYTES))
         decoded = decode_table(raw, np.arange(first, first + count, dtype=np.int64))
-        strange = np.zeros(count, np.bool_)  # intact, but of a group not in the superblock
+        strange = np.zeros(count, np.bool_)  # intact, but of a group that the superblock lacks
         for length in np.unique(decoded.key_bytes[decoded.valid]).tolist():
             rows = np.flatnonzero(decoded.valid & (decoded.key_bytes == length))
             strange[rows] = ~has_known_group(decoded.keys[rows, :length], self.superblock)
@@ -199,7 +191,7 @@ class OfflineRank:
         return Table(states, decoded)
 
     def header(self, index: int) -> SlotHeader | Outcome | None:
-        """Read one slot's header. Return an Outcome if that fails, None if it is not intact."""
+        """Read a slot's header. Return an Outcome if the read fails, None if it is not intact."""
         try:
             page = os.pread(self.slab_fd, HEADER_BYTES, index * self.superblock.slot_bytes)
         except OSError as error:
@@ -207,7 +199,7 @@ class OfflineRank:
         return parse_header(page)
 
     def read_error(self, error: OSError) -> Outcome:
-        """Classify a failed read of a slot. Raises PoolError if the whole target is affected."""
+        """Classify a failed read of a slot. Raises PoolError for an error of the whole target."""
         outcome = io_error(error.errno or errno.EIO)
         if outcome.scope is Scope.TARGET:
             raise PoolError(f"cannot read {self.surveyed.path / 'slab'}: {error}") from error
@@ -218,10 +210,8 @@ class OfflineRank:
         return slot_stride_bytes(self.superblock.length_of(identity.key) or 0)
 
     def check(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Outcome:
-        """Read all of slot `index` and verify that it holds `identity`; `tag` is as in `wanted`.
-
-        Raises PoolError if the whole target is affected.
-        """
+        """Read slot `index` in full and verify that it holds `identity`; `tag` is as in `wanted`.
+        Raises PoolError for an error of the whole target."""
         buffer = self.buffers.get()
         try:
             with memoryview(buffer) as whole, whole[: self.bytes_of(identity)] as view:
@@ -235,7 +225,6 @@ class OfflineRank:
             self.buffers.put(buffer)
 
     def _read(self, view: memoryview, offset: int) -> bool:
-        """Fill `view` from the slab; return False if the file ends first."""
         fd = self.slab_fd if self.direct_fd is None else self.direct_fd
         done = 0
         while done < len(view):
@@ -250,11 +239,11 @@ class OfflineRank:
         return True
 
     def judge(self, index: int, seen: SlotIdentity | None) -> Judgement | None:
-        """Read one slot's entry and header again, and its payload if `threads` is not 0. Return the
-        slot's defect, or None if it has none.
+        """Read a slot's entry and header again, and its payload if `threads` is not 0. Return the
+        slot's defect, or None.
 
         `seen` is the entry's identity when the slot became a suspect, or None if it had no intact
-        entry. If the identity has changed, a server has since written the slot: nothing is wrong.
+        entry. A changed identity is no defect: a server has written the slot since then.
         """
         entry = self.entry(index)
         if entry.state in ("empty", "void") or (seen is not None and entry.identity != seen):
@@ -266,7 +255,7 @@ class OfflineRank:
         elif header is not None:
             epoch, tag = header.stamp.epoch, header.stamp.tag
             adopted = self.surveyed.adopts and (epoch, tag) == (self.surveyed.epoch, self.tag)
-            # An entry with the adopted epoch must not refer to KV of other weights.
+            # An entry with the adopted epoch must not list KV of other weights.
             truthful = adopted or epoch != self.surveyed.epoch
             if truthful and not self.mismatch(index, header, header.identity, tag):
                 replacement = header.entry()
@@ -287,7 +276,7 @@ class OfflineRank:
 
 
 def _open_or_empty(path: Path) -> int:
-    """Open a file for reading; if it does not exist, open an empty one, which proves no entry."""
+    """Open a file for reading or, if it does not exist, an empty file, which proves no entry."""
     try:
         return open_private(path, os.O_RDONLY)
     except FileNotFoundError:
@@ -298,10 +287,10 @@ def _open_or_empty(path: Path) -> int:
 def open_rank(
     surveyed: Surveyed, before_write: BeforeWrite | None = None, deep: bool = False
 ) -> Iterator[OfflineRank]:
-    """Open a rank directory for reading. With `before_write`, also open its table for writing, and
-    create a missing one. With `deep`, payloads can be read too.
+    """Open a rank directory for reading. With `before_write`, also open its table for writing, or
+    create it. With `deep`, payloads can be read too.
 
-    Raises PoolError if there is no usable superblock or a file cannot be opened.
+    Raises PoolError if the superblock is unusable or a file cannot be opened.
     """
     path, superblock = surveyed.path, surveyed.superblock
     if superblock is None:
@@ -332,7 +321,6 @@ def open_rank(
 
 
 def open_log(surveyed: Surveyed) -> BinaryIO:
-    """Open the log, or an empty file if it is missing. Raises PoolError if it cannot be opened."""
     path = surveyed.path / LOG_FILE
     with as_pool_error(f"cannot open {path}"):
         return open(_open_or_empty(path), "rb")
@@ -352,16 +340,13 @@ def _open_direct(slab: Path, flags: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Removed:
-    """The result of a removal. `left` lists the files that were kept because they are not ours."""
-
     directory: str
     freed_bytes: int
     left: tuple[str, ...]
 
 
 def check_ours(paths: Iterable[Path]) -> None:
-    """Raise PoolError if a rank directory contains files but no superblock, not even a damaged
-    one."""
+    """Raise PoolError if a rank directory has files but no superblock, not even a damaged one."""
     for path in paths:
         with as_pool_error(f"cannot read {path / 'superblock'}"):
             proven = any(is_superblock(path / name) for name in _SUPERBLOCKS)
@@ -374,10 +359,10 @@ def check_ours(paths: Iterable[Path]) -> None:
 
 
 def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
-    """Delete `directories` and any parent directories that this leaves empty.
+    """Delete `directories` and parent directories that become empty.
 
-    Deletes nothing unless all are ours (else PoolError) and no live process holds one (else
-    PoolLockedError). Also raises PoolError if a file cannot be deleted.
+    Deletes nothing, and raises, unless all are ours (PoolError) and no live process holds one
+    (PoolLockedError). Also raises PoolError if a file cannot be deleted.
     """
     paths = [directory.path for directory in directories]
     check_ours(paths)  # before a lock file is created in a wrong place
@@ -392,8 +377,8 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
                 left = sorted(set(os.listdir(path)) - set(_CLAIMS))
                 if not left:
                     before_write()
-                    # We hold the lock; a process that has just opened it will notice that its file
-                    # was removed.
+                    # We hold the lock. A process that has just opened the lock file will notice
+                    # its removal.
                     for name in _CLAIMS:
                         (path / name).unlink(missing_ok=True)
                     path.rmdir()
@@ -403,7 +388,7 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
         with contextlib.suppress(OSError):
             engine.rmdir()
         with contextlib.suppress(OSError):
-            # The keyspace's directory, if it holds no file but our own.
+            # Remove the keyspace's directory if it has only our file.
             if os.listdir(facts.parent) == [FACTS_FILE] and _is_file(facts):
                 facts.unlink()
             facts.parent.rmdir()
@@ -412,8 +397,8 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
 
 @dataclass(frozen=True, slots=True)
 class RemovedClient:
-    """The result for one directory: the number of slots overwritten, and of those left that hold a
-    chunk whose client is unknown."""
+    """The result for one directory: the number of slots overwritten, and of remaining slots with
+    chunks of unknown clients."""
 
     directory: str
     removed: int
@@ -423,12 +408,12 @@ class RemovedClient:
 def remove_client(
     directories: Sequence[RankDirectory], client: int, on_progress: Progress = lambda *_: None
 ) -> list[RemovedClient]:
-    """Overwrite with zeros all slots of `directories` that hold chunks of a client
+    """Overwrite with zeros all slots of `directories` with chunks of a client
     (`pool.format.client_of`), of any epoch, and their table entries; forget its sessions.
 
-    `on_progress` counts bytes. Raises PoolLockedError if a live process holds a directory, and
-    PoolError if one has no usable superblock or cannot be read or written. After an interruption, a
-    second call finds the rest, because a slot's entry is overwritten last.
+    After an interruption, a second call finds the rest, because entries are overwritten after
+    slots. `on_progress` counts bytes. Raises PoolLockedError if a live process holds a directory,
+    and PoolError if one has no usable superblock or cannot be read or written.
     """
     removed = []
     with hold([directory.path for directory in directories]) as before_write:
@@ -437,7 +422,7 @@ def remove_client(
             with open_rank(surveyed, before_write) as rank, as_pool_error(f"cannot empty {path}"):
                 ours, unknown = _slots_of(rank, client)
                 _fill(rank, ours[ours < rank.slab_slots].tolist(), before_write, on_progress)
-                # Zeros beyond a truncated table's end would pass for entries never written.
+                # Zeros beyond the end of a truncated table would look like entries never written.
                 for index in ours[ours < os.fstat(rank.table_fd).st_size // ENTRY_BYTES].tolist():
                     before_write()
                     os.pwrite(rank.table_fd, bytes(ENTRY_BYTES), index * ENTRY_BYTES)
@@ -448,10 +433,10 @@ def remove_client(
 
 
 def _slots_of(rank: OfflineRank, client: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Return int64[n], the slots whose header or table entry names the client, and the number of
-    other slots with a chunk of an unknown client. -1 stands for a slot that was never written."""
+    """Return int64[n], the slots with a header or entry of the client, and the number of other
+    slots with chunks of unknown clients."""
 
-    def in_header(index: int) -> int:
+    def in_header(index: int) -> int:  # -1: never written
         try:
             page = os.pread(rank.slab_fd, HEADER_BYTES, index * rank.superblock.slot_bytes)
         except OSError as error:
@@ -494,8 +479,6 @@ def _is_file(path: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Prefilled:
-    """The result for one directory; `filled` is the number of slots filled with zeros."""
-
     directory: str
     slots: int
     filled: int
@@ -505,11 +488,8 @@ class Prefilled:
 def prefill(
     directories: Sequence[RankDirectory], on_progress: Progress = lambda *_: None
 ) -> list[Prefilled]:
-    """Fill the slots of `directories` that were never written; `on_progress` counts bytes.
-
-    Raises PoolLockedError if a live process holds a directory, PoolError if one has no usable
-    superblock or cannot be written.
-    """
+    """Fill the slots of `directories` that were never written; `on_progress` counts bytes. Raises
+    as `remove_client`."""
     filled = []
     with hold([directory.path for directory in directories]) as before_write:
         for surveyed in survey(directories):

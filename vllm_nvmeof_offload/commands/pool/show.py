@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output of `vllm-nvmeof pool`: JSON or text on stdout, progress on stderr.
 
-Sizes are in bytes, times in seconds (Unix time).
+Sizes are in bytes, times are Unix times in seconds.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from vllm_nvmeof_offload.units import MIB, format_bytes, printable
 _OWNER_KINDS = ("free", "dead", "silent", "live")
 _LISTED_MAX = 20
 _DAY_S = 86400.0
-#: The number of a keyspace's digits that are printed: enough to name it in a command.
+#: The number of digits printed of a keyspace: enough to name it in a command.
 _DIGITS = 12
-#: The number of digits that are printed of a share tag or an owner's uuid.
+#: The number of digits printed of a share tag or an owner's UUID.
 _TAG_DIGITS = 8
 
 
@@ -63,7 +63,6 @@ def targets_of(given: Sequence[Path] | None) -> list[Path]:
 
 
 def choose(given: Sequence[Path] | None, which: str | None = None) -> list[RankDirectory]:
-    """Return the rank directories on the `given` targets that match `which`, or all if None."""
     targets = targets_of(given)
     return find(targets) if which is None else select(targets, which)
 
@@ -71,8 +70,8 @@ def choose(given: Sequence[Path] | None, which: str | None = None) -> list[RankD
 def listing(targets: Sequence[Path]) -> dict[str, Any]:
     """Return the targets, with free bytes and bytes per keyspace, and the pools with their regions.
 
-    A pool's `unused_s` is how long ago a server last used its keyspace, or None if one uses it.
-    Raises PoolError if a target cannot be read.
+    A pool's `unused_s` is the time since a server last used its keyspace, or None if one uses it
+    now. Raises PoolError if a target cannot be read.
     """
     parts, usages = survey(find(targets)), []
     unused = unused_keyspaces(parts, time.time())
@@ -91,7 +90,6 @@ def listing(targets: Sequence[Path]) -> dict[str, Any]:
 
 
 def summaries(parts: Iterable[Surveyed]) -> list[dict[str, Any]]:
-    """Return one row per pool (keyspace, engine, rank), with its regions on all targets."""
     pools: dict[str, list[Surveyed]] = {}
     for one in parts:
         pools.setdefault(one.directory.name, []).append(one)
@@ -103,7 +101,7 @@ def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
     directory, tags = parts[0].directory, {one["tag"] for one in regions}
     facts = read_facts(directory.target / directory.keyspace) or {}
     used = [one.last_use_s for one in parts if one.last_use_s is not None]
-    # A live owner has precedence over a silent one, and a silent one over a dead one.
+    # The precedence is live, silent, dead, free.
     owner = max((one.owner for one in parts), key=lambda one: _OWNER_KINDS.index(one.kind))
     return {
         "keyspace": directory.keyspace,
@@ -126,8 +124,8 @@ def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
 def region(one: Surveyed) -> dict[str, Any]:
     """Return the region of one rank of one engine on one target.
 
-    `owner` is the superblock's uuid. `tag` is the share tag of the chunks, or None if unknown.
-    `readers` are processes that opened the chunks. `problem` says why it is unusable, or is "".
+    `owner` is the superblock's UUID. `tag` is the share tag of the chunks, or None if unknown.
+    `readers` are processes that opened the chunks. `problem` is the reason if it is unusable.
     """
     problem, counts = one.problem and f"superblock: {one.problem}", {}
     try:
@@ -164,12 +162,11 @@ def _plain(value: Any) -> Any:
 
 
 def _with_text(state: OwnerState) -> dict[str, Any]:
-    """Return the facts about a region's owner, with a `text` for display."""
     return {**_plain(state), "text": str(state)}
 
 
 def occupancy(surveyed: Surveyed) -> dict[str, int]:
-    """Count slots by their entry's state; {} without a superblock. Raises PoolError on errors."""
+    """Count slots by their entry's state; {} without a superblock. Raises PoolError."""
     if surveyed.superblock is None:
         return {}
     with offline.open_rank(surveyed) as rank:
@@ -178,10 +175,8 @@ def occupancy(surveyed: Surveyed) -> dict[str, int]:
 
 
 def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
-    """Return the region of one rank directory, with its superblock, files and log.
-
-    `log` holds the log's `pages` and the header of its newest page, or is None without a log.
-    """
+    """Return the region of one rank directory, with its superblock, files and log. `log` has the
+    log's `pages` and the header of its newest page; None without a log."""
     found, superblock = region(surveyed), surveyed.superblock
     files, log = {}, None
     for name in ("superblock", "table", "log", "slab"):
@@ -201,9 +196,7 @@ def inspect_rank(surveyed: Surveyed) -> dict[str, Any]:
 
 def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
     """Return slot `index`: its table entry, its header, and whether its payload matches the header.
-
-    Raises PoolError for a slot that does not exist.
-    """
+    Raises PoolError for a nonexistent slot."""
     with offline.open_rank(surveyed, deep=True) as rank:
         slots = rank.superblock.slots
         if not 0 <= index < slots:
@@ -228,7 +221,6 @@ def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[RankDirectory, int, int], None]]:
-    """Yield a callback that draws a progress bar per directory on stderr if that is a terminal."""
     console = Console(stderr=True)
     tasks: dict[RankDirectory, rich_progress.TaskID] = {}
     columns = (
@@ -247,7 +239,7 @@ def progress() -> Iterator[Callable[[RankDirectory, int, int], None]]:
 
 
 def _print(*lines: str) -> None:
-    """Print lines without markup and wrapping. Text from disk cannot control the terminal."""
+    """Print lines without markup, wrapping and control characters."""
     console = Console()
     for line in lines:
         console.print(Text(printable(line)), soft_wrap=True)
@@ -260,14 +252,12 @@ def _time(seconds: float | None) -> str:
 
 
 def _weights(row: dict[str, Any]) -> str:
-    """Return the start of the share tag; only servers with the same tag read the chunks."""
     if row["tag"] is None:
         return "unknown"
     return f"{row['tag'][:_TAG_DIGITS]}{'' if row['adopts'] else ', unnamed'}"
 
 
 def _block(pool: dict[str, Any], regions: bool) -> Iterator[str]:
-    """Yield the lines of `pool ls` about a pool. Only long names and paths exceed 80 columns."""
     name, size = pool["keyspace"][:_DIGITS], format_bytes(pool["disk_bytes"])
     by = f", vLLM {pool['vllm']}" if pool["vllm"] else ""
     yield f"{name} engine {pool['engine']} rank {pool['rank']}: {pool['model']}{by}"
@@ -284,14 +274,12 @@ def _block(pool: dict[str, Any], regions: bool) -> Iterator[str]:
 
 
 def _holders(row: dict[str, Any], indent: str) -> Iterator[str]:
-    """Yield the lines about the lease, tag and readers of a pool or region."""
     readers = ", ".join(f"pid {pid}" for pid in row["readers"]) or "none"
     yield f"{indent}lease {row['lease']['text']}"
     yield f"{indent}tag {_weights(row)}, readers {readers}"
 
 
 def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> None:
-    """Print the output of `pool ls`."""
     targets = targets_of(given)
     found = listing(targets)
     if as_json:
@@ -319,7 +307,6 @@ def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> N
 
 
 def _print_no_pools(targets: Sequence[Path]) -> None:
-    """Print that there are no pools, and where they were looked for."""
     if not targets:
         configured = ", ".join(parse_config({}).targets)
         _print(f"no pools: {configured} does not exist; name the targets with --target")
@@ -330,7 +317,6 @@ def _print_no_pools(targets: Sequence[Path]) -> None:
 def print_details(
     given: Sequence[Path] | None, which: str, slot: int | None, as_json: bool
 ) -> None:
-    """Print the output of `pool inspect`."""
     parts = survey(choose(given, which))
     space = parts[0].directory.target / parts[0].directory.keyspace
     facts, ranks = read_facts(space), [inspect_rank(one) for one in parts]
@@ -351,7 +337,6 @@ def print_details(
 
 
 def _lines(part: dict[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield one line per plain value; nested values are indented below their name."""
     for name, value in part.items():
         below = value if isinstance(value, list) else [value]
         if below and isinstance(below[0], dict) and "text" not in below[0]:
@@ -366,7 +351,6 @@ def _lines(part: dict[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def print_reports(reports: Sequence[Report], as_json: bool) -> int:
-    """Print the results of a check; return the exit code."""
     if as_json:
         print_json({"reports": [report.as_json() for report in reports]})
         return exit_code(reports)
@@ -395,7 +379,7 @@ def print_reports(reports: Sequence[Report], as_json: bool) -> int:
             try:
                 offline.check_ours([report.surveyed.path])
             except PoolError:
-                remedy = "no superblock proves that these files are ours: look, and delete by hand"
+                remedy = "no superblock proves that these files are ours: inspect and delete them"
             _print(f"  {remedy}")
     return exit_code(reports)
 
@@ -403,8 +387,8 @@ def print_reports(reports: Sequence[Report], as_json: bool) -> int:
 def prune(given: Sequence[Path] | None, unused_for: str, yes: bool, as_json: bool) -> None:
     """Run `pool prune`: remove the keyspaces that no server has used for `unused_for`.
 
-    Keyspaces with files that are not proven ours are named and left. Raises ConfigError for text
-    that is no duration; otherwise as `remove`.
+    Keyspaces with files that may not be ours are reported and kept. Raises ConfigError for an
+    invalid duration, and as `remove`.
     """
     unused_s = read_option("--unused-for", unused_for, parse_duration, gt=0)
     targets = targets_of(given)
@@ -429,10 +413,8 @@ def prune(given: Sequence[Path] | None, unused_for: str, yes: bool, as_json: boo
 def remove(
     directories: Sequence[RankDirectory], yes: bool, as_json: bool, salt: str | None = None
 ) -> int:
-    """Run `pool rm`: ask for confirmation unless `yes`, remove, and print the result.
-
-    With a `salt`, remove only its chunks. Returns the exit code.
-    """
+    """Run `pool rm`: ask for confirmation unless `yes`, remove, print the result. With a `salt`,
+    remove only its chunks. Return the exit code."""
     offline.check_ours(directory.path for directory in directories)
     parts = survey(directories)
     for part in parts:
@@ -446,7 +428,7 @@ def remove(
 
 def _remove_salt(parts: Sequence[Surveyed], yes: bool, as_json: bool, salt: str) -> int:
     if not salt:
-        raise PoolError("--salt is empty: that is no cache_salt")
+        raise PoolError("--salt is empty; give a cache_salt")
     _confirm(parts, yes, as_json, "the chunks of this salt from ")
     with progress() as on_progress:
         directories = [part.directory for part in parts]
@@ -459,9 +441,9 @@ def _remove_salt(parts: Sequence[Surveyed], yes: bool, as_json: bool, salt: str)
         typer.echo(f"overwrote {one.removed} slots in {one.directory}")
     if unknown:
         typer.echo(
-            f"{unknown} other slots hold chunks whose salt is unknown, because an earlier release "
-            "stored them, their keys have more than 42 bytes, or they are damaged: some may be of "
-            "this salt. `vllm-nvmeof pool rm` without --salt removes them with all others",
+            f"{unknown} other slots hold chunks with an unknown salt, because an earlier release "
+            "stored the chunks, their keys have more than 42 bytes, or they are damaged. Some may "
+            "have this salt. `vllm-nvmeof pool rm` without --salt removes all chunks",
             err=True,
         )
     return bool(unknown)
@@ -492,7 +474,6 @@ def _confirm(parts: Sequence[Surveyed], yes: bool, as_json: bool, what: str = ""
 
 
 def prefill(directories: Sequence[RankDirectory], as_json: bool) -> None:
-    """Run `pool prefill`."""
     with progress() as on_progress:
         filled = offline.prefill(directories, on_progress)
     if as_json:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hardware and load for which a model is sized, with option names, help texts and bounds.
+"""The hardware and the load for which a model is sized, with options, help texts and bounds.
 
-The module needs only the standard library, because every run of the command imports it.
+Every run of the command imports this module, so its imports are few.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import parse_bytes
 
-#: Bits of data per second and lane: the transfer rate times the efficiency of the line encoding.
+#: Data bits per second and lane: the transfer rate times the efficiency of the line encoding.
 _PCIE = {3: 8e9 * (128 / 130), 4: 16e9 * (128 / 130), 5: 32e9 * (128 / 130), 6: 64e9 * (242 / 256)}
 _LANES = (1, 2, 4, 8, 16)
 _LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)
@@ -43,7 +43,7 @@ _BOUNDS = {
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A bundle of `count` links, each with a line rate of `bytes_per_s` in one direction."""
+    """`count` links, each with a line rate of `bytes_per_s` in one direction."""
 
     count: int
     bytes_per_s: float
@@ -62,7 +62,7 @@ def parse_link(text: str) -> Link:
         generation, lanes = map(int, pcie.groups())
         rate = lanes * _PCIE.get(generation, 0) / 8 if lanes in _LANES else 0
     elif network and "B/s" not in name:
-        # 100Gb/s is bits and 12.5GB/s is bytes: only here does a letter's case matter.
+        # Only here does case matter: 100Gb/s is in bits, 12.5GB/s in bytes.
         rate = float(network.group(1)) * 1e9 / 8
     else:
         with contextlib.suppress(ValueError):
@@ -118,7 +118,7 @@ def _layout_name(text: str) -> str:
 def _option(
     default: Any, flag: str, text: str, read: Callable[[str], Any] | None = None, **bounds: float
 ) -> Any:
-    """Declare a field that the option `flag` sets. `read` converts text to the value."""
+    """Declare a field with the option `flag`. `read` converts text to the value."""
     metadata = {"flag": flag, "help": text, "read": read, "bounds": bounds}
     return field(default=default, metadata=metadata)
 
@@ -132,7 +132,6 @@ _link = functools.partial(_option, read=_link_text)
 
 
 def _server_stream_slots() -> int:
-    """Return a server's number of stream slots. Its CPU tier is smaller by these slots."""
     from vllm_nvmeof_offload.config import TUNING
 
     return TUNING.stream_slots
@@ -143,8 +142,8 @@ class Deployment:
     """The hardware and the load. Values are numbers, or text as on the command line.
 
     `gpus`, `drives` and `link` are for the whole deployment, `staging_bytes` and the parallel sizes
-    for one engine, `stream_slots` for one rank. Raises ConfigError with the option's name for a
-    value that cannot be used.
+    for one engine, `stream_slots` for one rank. Raises ConfigError, which names the option, for an
+    unusable value.
     """
 
     gpus: int = _count(None, "--gpus", "GPUs of all engines. Default: one engine's GPUs.")
@@ -161,8 +160,8 @@ class Deployment:
     decode_context_parallel: int = _count(
         1,
         "--dcp",
-        "Decode context parallel size: the number of ranks, of --tp, --pcp or both, that share the "
-        "tokens of a block.",
+        "Decode context parallel size: the number of ranks of --tp, --pcp or both that share a "
+        "block's tokens.",
     )
     kv_element_bytes: int = 2
     layout: str = _option(
@@ -190,13 +189,13 @@ class Deployment:
     )
     link: str = _link("2x100GbE", "--link", "All links between the enclosure and the GPU hosts.")
     gpu_link: str = _link("pcie5x16", "--gpu-link", "Link of one GPU to its host.")
-    link_efficiency: float = _share(0.9, "--link-efficiency", "Payload's share of a link's rate.")
+    link_efficiency: float = _share(0.9, "--link-efficiency", "Payload share of a link's rate.")
     ttft_seconds: float = _time("2s", "--ttft", "Target time to first token.")
     prefill_tokens_per_s: float | None = _option(
         None,
         "--prefill-tokens-per-s",
-        "Prompt tokens that one engine computes per second at this context, to compare computing "
-        "with loading. Default: unknown.",
+        "Prompt tokens that one engine computes per second at this context length, to compare "
+        "computing with loading. Default: unknown.",
         gt=0,
     )
     users: int = _count(
@@ -207,20 +206,21 @@ class Deployment:
     daily_tokens: int = _option(
         None,
         "--daily-tokens",
-        "Tokens that one user's prompts and answers add per day, each written to the pool once. "
-        "Default: one context.",
+        "Tokens per user and day in prompts and answers, each written to the pool once. Default: "
+        "one context.",
         parse_tokens,
         ge=1,
     )
     prefill_nodes: int | None = _count(
         None,
         "--prefill-nodes",
-        "Prefill nodes of a cluster in which decode nodes read for them; needs --decode-nodes.",
+        "Prefill nodes of a cluster in which decode nodes read for prefill nodes; needs "
+        "--decode-nodes.",
     )
     decode_nodes: int | None = _count(
         None,
         "--decode-nodes",
-        "Decode nodes of a cluster, which read for its prefill nodes; needs --prefill-nodes.",
+        "Decode nodes of a cluster, which also read for prefill nodes; needs --prefill-nodes.",
     )
     node_gpus: int = _count(
         8, "--node-gpus", "GPUs per cluster node, each with a link to other nodes."
@@ -257,22 +257,19 @@ class Deployment:
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks of one engine."""
         return self.stage_ranks * self.pipeline_parallel
 
     @property
     def stage_ranks(self) -> int:
-        """Return the number of ranks of a pipeline stage; decode context parallelism adds none."""
+        """Return the ranks of a pipeline stage; decode context parallelism adds none."""
         return self.tensor_parallel * self.prefill_context_parallel
 
     def on_one_rank(self) -> Deployment:
-        """Return a copy without parallelism."""
         sizes: Any = dict.fromkeys((n.name for n in fields(self) if "_parallel" in n.name), 1)
         return replace(self, **sizes)
 
     @property
     def ranks_words(self) -> str:
-        """Return the options that divide a stage among its ranks, as on the command line."""
         others = {"--pcp": self.prefill_context_parallel, "--dcp": self.decode_context_parallel}
         more = (f" {flag} {size}" for flag, size in others.items() if size > 1)
         return f"--tp {self.tensor_parallel}{''.join(more)}"
@@ -283,7 +280,7 @@ class Deployment:
 
 
 def read_option(flag: str, value: Any, read: Callable[[str], Any] | None, **bounds: float) -> Any:
-    """Parse and check the `value` given for option `flag`. Raises ConfigError if it is unusable."""
+    """Parse and check the `value` of option `flag`. Raises ConfigError if it is unusable."""
     if read is not None and isinstance(value, str):
         try:
             value = read(value)

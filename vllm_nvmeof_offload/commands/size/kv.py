@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache bytes per token, block and session; sessions that fit; bandwidth that they need.
+"""KV cache bytes per token, block and session; sessions that fit, and the bandwidth they need.
 
-A *stage* is one part of a pipeline. Figures per rank are for the fullest stage. The largest KV
-cache group sets the block size in GPU memory and the slot size for all groups; copies, reads and
-writes transfer only a group's own bytes.
+Figures per rank are for the fullest pipeline stage. The largest KV cache group determines the block
+size in GPU memory and the slot size of all groups; padding is not copied, read or written.
 
 A reload is the worst case: all KV is only in the pool, and all `concurrency` sessions return at
 once, spread evenly over drives, links and GPUs.
@@ -29,8 +28,8 @@ from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 @dataclass(frozen=True, slots=True)
 class SessionSlots:
-    """The slots that one rank stores for one group of a session. `payload_bytes` is the size of
-    the group's chunk, `stride_bytes` the size of a slot in staging and in a slab."""
+    """One rank's slots of a group for a session. `payload_bytes` is the size of the group's chunk,
+    `stride_bytes` that of a slot."""
 
     count: int
     payload_bytes: int
@@ -39,7 +38,7 @@ class SessionSlots:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason why a server with offloading would refuse to start, and the remedy."""
+    """The reason for which a server with offloading would refuse to start, and the remedy."""
 
     what: str
     remedy: str
@@ -47,11 +46,8 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The room for KV on one GPU, in one rank's cache slots, or in the pool.
-
-    A negative `free_bytes` means that the weights do not fit. One session takes `session_bytes` of
-    the room. There are `engines` engines, each with this much room.
-    """
+    """The room for KV on one GPU, in one rank's cache slots, or in the pool, for each of `engines`.
+    A negative `free_bytes` means that the weights do not fit. A session takes `session_bytes`."""
 
     free_bytes: int
     session_bytes: int
@@ -65,7 +61,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A part of every byte's path, such as drives. `needed` is how many would meet the TTFT."""
+    """A part of every byte's path, such as drives, of which the TTFT needs `needed`."""
 
     name: str
     bytes_per_s: float
@@ -74,8 +70,6 @@ class Hop:
 
 @dataclass(frozen=True, slots=True)
 class Reload:
-    """A simultaneous load of all returning sessions."""
-
     session_bytes: int
     needed_bytes_per_s: float
     hops: tuple[Hop, ...]
@@ -89,10 +83,8 @@ class Reload:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Settings for each server of one engine, and the writes to all drives.
-
-    The CPU tier holds the sessions that return at once, and the pool those of all users.
-    """
+    """Settings for each server of one engine, and the writes to all drives. The CPU tier holds the
+    sessions that return at once, and the pool those of all users."""
 
     staging_bytes: int
     pool_bytes: int
@@ -103,7 +95,7 @@ class Advice:
 
 
 class KvSizes:
-    """The formulas for one model in one deployment. Results are bytes unless named otherwise."""
+    """The formulas for a model in a deployment. Results are in bytes unless named otherwise."""
 
     def __init__(self, model: ModelShape, deployment: Deployment) -> None:
         """Raise ConfigError if vLLM would refuse this split or layout of the model."""
@@ -125,7 +117,6 @@ class KvSizes:
 
     @property
     def refusal(self) -> Refusal | None:
-        """Return why the server would refuse the model, or None if no reason is known."""
         if not self.plan.stored:
             what = "a model without KV that vLLM can offload"
             return Refusal(what, "serve this model without offloading")
@@ -143,13 +134,12 @@ class KvSizes:
 
     @property
     def unit_tokens(self) -> int:
-        """Return the unit, in tokens, of which every hit's length is a multiple."""
+        """Return the tokens of which every hit's length is a multiple."""
         return math.lcm(*(g.block_tokens for g in self.plan.stored)) * self.blocks_per_chunk
 
     @property
     def boundary_tokens(self) -> int:
-        """Return the tokens between two lasting boundaries with default settings, or 0 if no group
-        needs boundaries."""
+        """Return the tokens between two lasting boundaries by default; 0 if no group needs any."""
         unit = math.lcm(self.unit_tokens, *(group.block_tokens for group in self.plan.groups))
         return automatic(self.groups(), unit)
 
@@ -157,7 +147,6 @@ class KvSizes:
         return self.plan.stages[self.fullest if stage is None else stage]
 
     def groups(self, stage: int | None = None) -> list[RankGroup]:
-        """Return the stored groups on one rank of a stage."""
         found = []
         for position, group in enumerate(self.plan.groups):
             if group.stored:
@@ -169,23 +158,21 @@ class KvSizes:
         return found
 
     def token_bytes(self) -> int:
-        """Return the bytes that each token adds permanently; copies on several ranks count once."""
+        """Return the bytes that a token adds permanently; copies on several ranks count once."""
         return round(self._growing(1, range(self.model.layers)))
 
     def rank_token_bytes(self, stage: int | None = None) -> int:
-        """Return the bytes that each token adds permanently on one rank."""
         growing = self._growing(self.deployment.tensor_parallel, self._layers(stage))
         return round(growing / self.deployment.decode_context_parallel)
 
     def _growing(self, tensor_parallel: int, layers: range) -> float:
-        """Return the bytes that a token adds to caches that keep every token."""
         kv_bytes = self.deployment.kv_element_bytes
         kept = (self.model.caches[at] for layer, at in self.model.order if layer in layers)
         kept = (one for one in kept if one.kind.keeps_every_token)
         return sum(c.entry_bytes(tensor_parallel, kv_bytes) / c.tokens_per_entry for c in kept)
 
     def copies(self) -> float:
-        """Return the KV bytes of all ranks ÷ those of one copy: above 1 if ranks hold equal KV."""
+        """Return the KV bytes of all ranks ÷ the bytes of one copy."""
         ranks, kv_bytes = self.deployment.tensor_parallel, self.deployment.kv_element_bytes
         once = each = 0
         for cache in self.model.caches:
@@ -197,27 +184,24 @@ class KvSizes:
         return each * self.deployment.stage_ranks / once if once else 1.0
 
     def page_bytes(self, cache: LayerCache) -> int:
-        """Return the bytes of one block in one layer on one rank, without padding."""
         pages = (page for group in self.plan.groups for page in group.pages)
         return next(page.true_bytes for page in pages if page.cache == cache)
 
     def fragment_bytes(self, cache: LayerCache) -> int:
-        """Return the bytes of a contiguous piece of a page if keys and values are separate."""
+        """Return the bytes of a page's contiguous piece if keys and values are separate."""
         return self.page_bytes(cache) // (2 if cache.value_width else 1)
 
     def block_bytes(self) -> int:
-        """Return the bytes of a block in GPU memory on one rank, which the widest group sets."""
         return self.plan.stride_bytes(self.fullest)
 
     def rank_weights_bytes(self) -> int | None:
-        """Return the bytes of weights on one rank, spread evenly, or None if unknown. Ranks of
-        prefill context parallelism hold equal weights."""
+        """Return the bytes of weights on one rank, spread evenly, or None if unknown."""
         total, deployment = self.model.weights.total_bytes, self.deployment
+        # Ranks of prefill context parallelism have equal weights.
         shares = deployment.tensor_parallel * deployment.pipeline_parallel
         return None if total is None else -(-total // shares)
 
     def state_bytes(self) -> int:
-        """Return the bytes of one sequence's recurrent state on one rank."""
         return sum(g.payload_bytes for g in self.groups() if g.group.kind is GroupKind.STATE)
 
     def boundary_bytes(self) -> int:
@@ -225,12 +209,11 @@ class KvSizes:
         return sum(g.payload_bytes * (g.group.reach_chunks or 0) for g in self.groups())
 
     def session_rank_bytes(self, context_tokens: int) -> int:
-        """Return a session's bytes in GPU memory on one rank, in whole blocks."""
         blocks = sum(_held_blocks(group, context_tokens) for group in self.plan.groups)
         return blocks * self.block_bytes()
 
     def session_slots(self, context_tokens: int, stage: int | None = None) -> list[SessionSlots]:
-        """Return the slots that one rank stores for a session, including its last boundary."""
+        """Return one rank's slots for a session, including its last boundary, by group."""
         groups, end = self.groups(stage), context_tokens - context_tokens % self.unit_tokens
         stride = slot_stride_bytes(max(one.payload_bytes for one in groups))
         slots = []
@@ -240,22 +223,18 @@ class KvSizes:
         return slots
 
     def _all_slots(self, context_tokens: int) -> Iterator[SessionSlots]:
-        """Yield the slots of every rank of every stage."""
         for stage in [*self._stages] * self.deployment.stage_ranks:
             yield from self.session_slots(context_tokens, stage)
 
     def loaded_bytes(self, context_tokens: int) -> int:
-        """Return the bytes that all ranks read to load a session from the pool."""
         own = self._all_slots(context_tokens)
         return sum(one.count * slot_stride_bytes(one.payload_bytes) for one in own)
 
     def pooled_bytes(self, context_tokens: int) -> int:
-        """Return the bytes of a session in the pool over all ranks, including table entries."""
         slots = self._all_slots(context_tokens)
         return sum(s.count * (s.stride_bytes + ENTRY_BYTES) for s in slots)
 
     def gpu_room(self) -> Room | None:
-        """Return the GPU memory that the weights leave, or None if the weights' size is unknown."""
         deployment, weights = self.deployment, self.rank_weights_bytes()
         if weights is None:
             return None
@@ -264,7 +243,6 @@ class KvSizes:
         return Room(free, self.session_rank_bytes(deployment.context_tokens), deployment.engines)
 
     def cpu_room(self) -> Room:
-        """Return the room in one rank's cache slots."""
         deployment = self.deployment
         slots = self.session_slots(deployment.context_tokens)
         session = sum(one.count * one.stride_bytes for one in slots)
@@ -275,15 +253,14 @@ class KvSizes:
         return Room(cache_slots * stride, session, deployment.engines)
 
     def pool_room(self, drives: int) -> Room:
-        """Return the room of the pool on `drives` drives. A session may span drives, so no
-        remainder is lost. Each rank has a log on each drive."""
+        """Return the room of the pool. A session may span drives, so no remainder is lost."""
+        # Each rank has a log on each drive.
         ranks = self.deployment.ranks
         each = int(self.deployment.drive_bytes * self.deployment.drive_fill)
         each -= ranks * log_pages_of(each // ranks) * PAGE_BYTES
         return Room(each * drives, self.pooled_bytes(self.deployment.context_tokens))
 
     def plan_reload(self, drives: int) -> Reload:
-        """Plan the load of `concurrency` sessions from `drives` drives within the target TTFT."""
         deployment, session = self.deployment, self.loaded_bytes(self.deployment.context_tokens)
         needed = deployment.concurrency * session / deployment.ttft_seconds
         link, gpu_link = parse_link(deployment.link), parse_link(deployment.gpu_link)
@@ -333,9 +310,9 @@ class KvSizes:
 def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
     """Raise ConfigError for context-parallel sizes that vLLM refuses.
 
-    Decode context parallelism divides the tokens of full and latent attention and leaves states
-    whole. vLLM also requires the query heads per KV head to be a multiple of --dcp; this is not
-    checked here, because the number of query heads is unknown.
+    Decode context parallelism divides the tokens of full and latent attention, but not states.
+    vLLM also requires the query heads per KV head, which are unknown here, to be a multiple of
+    --dcp.
     """
     tp, pcp = deployment.tensor_parallel, deployment.prefill_context_parallel
     dcp = deployment.decode_context_parallel
@@ -346,7 +323,7 @@ def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
     for flag, size, refused in (("--pcp", pcp, others), ("--dcp", dcp, others - {LayerKind.STATE})):
         if size > 1 and refused:
             names = " and ".join(sorted(kind.value for kind in refused))
-            remedy = f"vLLM does not support it for layers with {names}; leave it out"
+            remedy = f"vLLM does not support this option for layers with {names}; leave it out"
             raise ConfigError(flag, size, remedy)
     remedy = ""
     if pcp == 1 and tp % dcp:
@@ -365,10 +342,10 @@ def _held_blocks(group: PlannedGroup, context_tokens: int) -> int:
     """Return the number of blocks that vLLM keeps for a context between two steps."""
     blocks, reach = -(-context_tokens // group.block_tokens), group.cache.reach_tokens or 0
     if group.cache.kind is LayerKind.WINDOW:
-        # A window may begin within a block, so it may touch one more block than its length fills.
+        # A window that begins within a block touches one more block than its length fills.
         return min(blocks, -(-(reach - 1) // group.block_tokens) + 1)
     if group.cache.kind is LayerKind.LOCAL:
         return min(blocks, -(-reach // group.block_tokens))
     if group.cache.kind is LayerKind.STATE:
-        return 2  # the current state, and the last one that can be a hit
+        return 2  # the current state, and the last state that can be a hit
     return 1 if group.cache.kind is LayerKind.RING else blocks

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Derives the caches of a model's layers and the size of its weights from a config.json or preset.
+"""The caches of a model's layers and the size of its weights, from a config.json or preset.
 
 A *cache* is a layer's memory of a sequence under one of vLLM's KV cache specifications; a layer may
-keep several (such as attention plus a state, an indexer's keys, or a compressor's rows). Recurrent
+have several (such as attention plus a state, an indexer's keys, or a compressor's rows). Recurrent
 state (Mamba, linear attention) has a fixed size per sequence: a convolution's last inputs and a
 matrix per head, as in the papers and code of each family. Weights are estimated by counting
-matrices. Norms and biases (less than a thousandth) are left out, and so are vision towers, although
-these matter in small multimodal models.
+matrices, without norms and biases (less than a thousandth) and without vision towers, which matter
+in small multimodal models.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Config = dict[str, Any]
 
 _INDEX = "model.safetensors.index.json"
 _FILE_BYTES_MAX = 64 << 20
-#: Keys of models with data in their layers that this module cannot size, and a name for that data.
+#: Keys of models with layer data that this module cannot size, and names of the data.
 _NOT_SIZED = {
     "block_configs": "heads that differ from layer to layer",
     "indexer_compress_ratio": "compressed index keys",
@@ -40,7 +40,6 @@ _NOT_SIZED = {
     "sparse_config": "summaries of sparse attention",
     "layer_group_size": "linear attention in groups of layers",
 }
-#: Prefixes of keys that describe states.
 _STATE_KEYS = ("mamba_", "ssm_", "linear_num_", "linear_attn_", "conv_L_")
 #: The bytes of a quantized parameter; 32 4-bit values share one 8-bit scale.
 _QUANTIZED_BYTES = {"fp8": 1, "mxfp4": (4 + 8 / 32) / 8}
@@ -53,7 +52,6 @@ DTYPES = {
 
 
 def dtype_bytes(name: object) -> int | None:
-    """Return the bytes of one element of dtype `name`, or None for an unknown name."""
     return DTYPES.get(str(name).removeprefix("torch.").lower())
 
 
@@ -77,10 +75,9 @@ class LayerKind(enum.Enum):
 class RecurrentState:
     """The state of one layer for one sequence of any length.
 
-    The convolution keeps its last `conv_tokens` inputs, each of `value_width` elements plus twice
-    `key_width` per group, with `conv_bytes` per element. The matrix has value_width × key_width
-    elements of `recurrent_bytes`. If `copied` and the groups cannot be divided evenly among ranks,
-    each rank has one.
+    The convolution keeps its last `conv_tokens` inputs of value_width + 2 × key_width × groups
+    elements of `conv_bytes`. The matrix has value_width × key_width elements of `recurrent_bytes`.
+    If `copied` and the groups cannot be divided evenly among ranks, each rank has one group.
     """
 
     value_width: int
@@ -92,7 +89,6 @@ class RecurrentState:
     copied: bool = False
 
     def rank_bytes(self, tensor_parallel: int) -> int:
-        """Return the bytes on one of `tensor_parallel` ranks."""
         copied = self.copied and self.groups % tensor_parallel
         groups = tensor_parallel if copied else self.groups
         width = (self.value_width + 2 * groups * self.key_width) // tensor_parallel
@@ -106,11 +102,10 @@ class LayerCache:
 
     `key_width` and `value_width` are elements per entry and KV head; a latent has one head and no
     value. `reach_tokens` is the length of a WINDOW or of a LOCAL's attention chunk. `element_bytes`
-    is set if the cache does not use the KV cache's dtype. `tokens_per_entry` is above 1 if tokens
-    are compressed. `block_tokens` is set if the cache ignores --block-tokens. Pages are padded to a
-    multiple of `align_bytes`. `fp8_entry_bytes` is the size of a packed entry, if an 8-bit KV cache
-    is packed. `state` is set for a STATE of known size. `stored` is False if vLLM recomputes the
-    cache instead of looking it up by prefix.
+    replaces the size of the KV cache's dtype, and `block_tokens` replaces --block-tokens.
+    `tokens_per_entry` is above 1 if tokens are compressed. Pages are padded to a multiple of
+    `align_bytes`. `fp8_entry_bytes` is the size of a packed entry of an 8-bit KV cache. `state` is
+    set for a STATE of known size. `stored` is False if vLLM recomputes the cache.
     """
 
     kind: LayerKind
@@ -128,18 +123,16 @@ class LayerCache:
     stored: bool = True
 
     def entry_bytes(self, tensor_parallel: int, kv_bytes: int) -> int:
-        """Return the bytes of one entry in one layer on one rank; 0 for a STATE."""
         if self.kind is LayerKind.STATE:
             return 0
         if self.fp8_entry_bytes is not None and kv_bytes == 1:
             return self.fp8_entry_bytes
-        # If there are more ranks than KV heads, each rank holds a copy of one head. A cache without
-        # values is whole on every rank.
+        # With more ranks than KV heads, each rank has one head. A cache without values is whole on
+        # every rank.
         heads = max(1, self.kv_heads // tensor_parallel) if self.value_width else 1
         return heads * (self.key_width + self.value_width) * (self.element_bytes or kv_bytes)
 
     def block_bytes(self, block_tokens: int, tensor_parallel: int, kv_bytes: int) -> int:
-        """Return the unpadded bytes of a block of `block_tokens` in one layer on one rank."""
         if self.kind is LayerKind.STATE:
             return self.state.rank_bytes(tensor_parallel) if self.state else 0
         return block_tokens // self.tokens_per_entry * self.entry_bytes(tensor_parallel, kv_bytes)
@@ -147,7 +140,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The bytes of all weights over all ranks, or None if unknown, and the source of the number."""
+    """The size of all weights over all ranks, None if unknown, and the source of the number."""
 
     total_bytes: int | None
     source: str
@@ -157,7 +150,7 @@ class Weights:
 class ModelShape:
     """The facts of a model that determine the size of its KV cache and weights.
 
-    `layers` counts the decoder's layers. `order` lists (decoder layer, position in `caches`) for
+    `layers` is the number of decoder layers. `order` lists (decoder layer, position in `caches`) of
     each cache of each layer, in vLLM's order of registration.
     """
 
@@ -172,7 +165,7 @@ class ModelShape:
     notes: tuple[str, ...] = ()
 
     def kv_element_bytes(self, name: str) -> int:
-        """Return the bytes of a KV cache element for dtype `name`; "auto" is the model's dtype."""
+        """Return the bytes of a KV cache element of dtype `name`; "auto" is the model's dtype."""
         found = self.element_bytes if name == "auto" else dtype_bytes(name)
         if found is None:
             raise ConfigError("--kv-dtype", name, f"give auto or one of {', '.join(DTYPES)}")
@@ -197,11 +190,11 @@ _LISTS: dict[str, dict[object, str]] = {
 }
 #: Families in which all layers are alike; each layer of Falcon-H1 has both attention and Mamba.
 _ALIKE = dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "state") | {"falcon_h1": "full state"}
-#: Families in which every n-th layer has full attention although config.json does not say so.
+#: Families with full attention in every n-th layer, without a key in config.json.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _LINEAR_EVERY = {"qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
 #: The caches of a DeepSeek V4 layer, by tokens per compressed entry: a window, entries, and a
-#: compressor's rows. In V4.1 a few layers keep compressed KV, and the layers above read it too.
+#: compressor's rows. In V4.1 a few layers keep compressed KV, which the layers above read too.
 _V4_LAYERS = {
     **dict.fromkeys((0, 1), "v4_window"),
     4: "v4_keys v4_index_rows v4_window v4_entries v4_rows",
@@ -210,7 +203,7 @@ _V4_LAYERS = {
 _V41_SOURCE = "v41_keys v41_window v41_entries"
 _V41_LAYERS = ("v41_window", _V41_SOURCE, f"{_V41_SOURCE} v41_ring")
 
-# Expressions over config.json for `_number`. Its errors name a key of the last alternative.
+# Expressions over config.json for `_number`, whose errors name a key of the last alternative.
 _LAYERS = "num_hidden_layers|n_layer|num_layers|num_hidden_layers"
 _KV_HEADS = (
     "num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|num_attention_groups|"
@@ -254,7 +247,7 @@ _CACHES = {
     "v4_window": f"WINDOW {_V4} reach_tokens=sliding_window block_tokens=64",
     "v4_entries": f"LATENT {_V4} tokens_per_entry=ratio",
     "v4_keys": f"INDEXER {_V4} {_KEYS} tokens_per_entry=ratio",
-    # If 4 tokens make one entry, two groups of tokens overlap.
+    # Entries of 4 tokens overlap with the previous entry.
     "v4_rows": f"{_ROWS} key_width=4*head_dim reach_tokens=8 block_tokens=4",
     "v4_index_rows": f"{_ROWS} key_width=4*index_head_dim reach_tokens=8 block_tokens=4",
     "v4_rows_128": f"{_ROWS} key_width=2*head_dim reach_tokens=128 block_tokens=8",
@@ -264,9 +257,9 @@ _CACHES = {
     "v41_keys": f"INDEXER {_V41} {_KEYS} tokens_per_entry=ratio",
     "v41_ring": "RING key_width=2*head_dim element_bytes=4 block_tokens=8 stored=0",
 }
-#: Recurrent states, by a key of the family's config.json or by the end of its `model_type`. The
-#: words are expressions for value width, key groups, key width and convolution kernel. A fifth
-#: word, `copied`, means that each rank keeps one group if groups cannot be divided evenly.
+#: Recurrent states, by a key of the family's config.json or by the end of its `model_type`:
+#: expressions for value width, key groups, key width and convolution kernel, and `copied` as in
+#: `RecurrentState`.
 _STATES = {
     # Kimi Delta Attention: queries, keys and values pass through the convolution.
     "linear_head_dim": "linear_num_heads*linear_head_dim linear_num_heads linear_head_dim "
@@ -292,7 +285,7 @@ def preset_names() -> list[str]:
 
 
 def choose_model(path: Path | None, name: str | None, weights_text: str | None) -> ModelShape:
-    """Return the model of --model or --preset. Raises ConfigError for an unusable option."""
+    """Return the model of --model or --preset. Raises ConfigError unless exactly one is given."""
     weights = None
     if weights_text is not None:
         total = read_option("--weights-bytes", weights_text, parse_bytes)
@@ -306,7 +299,7 @@ def choose_model(path: Path | None, name: str | None, weights_text: str | None) 
 
 
 def preset(name: str, weights: Weights | None = None) -> ModelShape:
-    """Return the preset `name`, given in full or as its last part. ConfigError suggests others."""
+    """Return the preset with this full name or last part of a name. Raises ConfigError."""
     names = {key: one for one in _presets() for key in (one.lower().split("/")[-1], one.lower())}
     if full := names.get(name.lower()):
         return parse_model(_presets()[full], full, weights)
@@ -325,7 +318,7 @@ def read_model(path: Path, weights: Weights | None = None) -> ModelShape:
     """Return the model in `path`, which is a config.json or its directory.
 
     Without `weights`, their size is read from the directory's index or estimated. Raises
-    ConfigError for a file that is missing or not JSON, or for a model that cannot be sized.
+    ConfigError for an unreadable file or a model that cannot be sized.
     """
     file = path / "config.json" if path.is_dir() else path
     config = _read(file)
@@ -347,9 +340,9 @@ def _read(file: Path) -> Config:
         remedy = f"cannot be read ({error.strerror}); give a config.json or its directory"
         raise ConfigError("--model", str(file), remedy) from None
     except ValueError as error:
-        raise ConfigError("--model", str(file), f"is not JSON: {error}") from None
+        raise ConfigError("--model", str(file), f"not JSON: {error}") from None
     if not isinstance(value, dict):
-        raise ConfigError("--model", str(file), "is not an object, { … }")
+        raise ConfigError("--model", str(file), "not a JSON object, { … }")
     return value
 
 
@@ -390,10 +383,8 @@ def parse_model(config: Config, name: str, weights: Weights | None = None) -> Mo
 
 
 def _block_tokens(text: Config, caches: tuple[LayerCache, ...]) -> int:
-    """Return the tokens per block that these caches' kernels need by default on an NVIDIA GPU.
-
-    Raises ConfigError if the model's file mentions caches that were not found in its layers.
-    """
+    """Return the default tokens per block of the caches' kernels on an NVIDIA GPU. Raises
+    ConfigError if config.json mentions caches that were not found in the layers."""
     kinds = {cache.kind for cache in caches}
     if not caches:
         number = text.get("num_hidden_layers")
@@ -410,8 +401,8 @@ def _block_tokens(text: Config, caches: tuple[LayerCache, ...]) -> int:
 
 
 def _text(config: Config) -> Config:
-    """Return the language model's config, which multimodal models nest in config.json. Also flatten
-    the parts that Kimi Linear and MiniMax nest, and set Falcon's single KV head."""
+    """Return the language model's config, which multimodal models nest in config.json. Flatten the
+    parts that Kimi Linear and MiniMax nest, and set Falcon's single KV head."""
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         part = config.get(key)
         if isinstance(part, dict):
@@ -426,14 +417,14 @@ def _text(config: Config) -> Config:
 
 
 def _first(config: Config, *keys: str) -> Any:
-    """Return the first value of `keys` that is neither missing, 0 nor empty."""
     return next((config[key] for key in keys if config.get(key)), None)
 
 
 def _number(config: Config, expression: str) -> int:
-    """Evaluate an expression such as `a+b*2|c`: the first alternative whose keys are all set.
-    Raises ConfigError for a value that is not a whole number above 0, or if every alternative lacks
-    a key."""
+    """Evaluate the first alternative of an expression such as `a+b*2|c` that has all its keys.
+
+    Raises ConfigError for a value that is not a whole number above 0, or if no alternative has all.
+    """
     key = ""
     for part in expression.split("|"):
         done = product = 0
@@ -453,7 +444,6 @@ def _number(config: Config, expression: str) -> int:
 
 
 def _cache(text: Config, element_bytes: int, name: str, ratio: int) -> LayerCache:
-    """Return the cache `name` of `_CACHES`. `ratio` is the tokens per compressed entry."""
     if name == "full" and text.get("kv_lora_rank"):
         latent = "sparse_latent" if text.get("index_head_dim") else "latent"
         name = "minicpm3" if text.get("model_type") == "minicpm3" else latent
@@ -469,16 +459,15 @@ def _cache(text: Config, element_bytes: int, name: str, ratio: int) -> LayerCach
 
 
 def _layers(text: Config, layers: int) -> list[tuple[str, int]]:
-    """Return, for each layer, the names of its caches in vLLM's order of registration (an indexer's
-    first) and the tokens per compressed entry."""
+    """Return the names of each layer's caches, in vLLM's order of registration (an indexer first),
+    and the tokens per compressed entry."""
     ratios, rates, types = map(text.get, ("compress_ratios", "compress_rates", "layer_types"))
     if not isinstance(ratios, list) and isinstance(rates, dict) and isinstance(types, list):
         ratios = [rates.get(one, 0) for one in types]
-    if ratios:  # drafters' ratios follow
+    if ratios:  # followed by drafters' ratios
         return _compressed(list(map(int, ratios[:layers])), text.get("kv_source_layer_ids"))
     names = _listed(text) or _periodic(text, layers)
-    # Some files also list a drafter's layers, and in some models the last layers share the cache
-    # of an earlier layer.
+    # Some files also list a drafter's layers. In some models the last layers share earlier caches.
     names = names[: layers - _number(text, "num_kv_shared_layers|0")]
     keys, marks = _indexers(text, layers)
     for layer, mark in enumerate(marks[: len(names)]):
@@ -488,7 +477,7 @@ def _layers(text: Config, layers: int) -> list[tuple[str, int]]:
 
 
 def _compressed(ratios: list[int], sources: list[int] | None) -> list[tuple[str, int]]:
-    """List the caches like `_layers`, for V4 or, with `sources`, V4.1. Ratio 0: only a window."""
+    """List the caches of V4 or, with `sources`, V4.1. Ratio 0: only a window."""
     found = []
     for layer, ratio in enumerate(ratios):
         if sources:
@@ -502,7 +491,6 @@ def _compressed(ratios: list[int], sources: list[int] | None) -> list[tuple[str,
 
 
 def _indexers(text: Config, layers: int) -> tuple[str, list[bool]]:
-    """Return the name of the indexers' keys and, for each layer, whether it computes an index."""
     types, topk_types = text.get("layer_types"), text.get("indexer_types")
     if text.get("use_sparse_attention"):
         sparse = text.get("sparse_attention_freq")
@@ -524,19 +512,17 @@ def _indexers(text: Config, layers: int) -> tuple[str, list[bool]]:
 
 
 def _window_tokens(config: Config) -> int:
-    """Return the window of a windowed layer in tokens, or 0 if windows are not in use."""
     return 0 if config.get("use_sliding_window") is False else _number(config, f"{_WINDOW}|0")
 
 
 def _listed(config: Config) -> list[str]:
-    """Return the cache names of each layer if config.json lists the layers, else an empty list."""
     for key, spellings in _LISTS.items():
         names = config.get(key)
         if isinstance(names, list | str) and names:
             if unknown := [one for one in names if one not in spellings]:
                 known = ", ".join(map(str, spellings))
                 raise ConfigError(key, unknown[0], f"unknown; known are {known}")
-            # Some files list windowed layers but set the window to null: such layers are full.
+            # Some files list windowed layers but set the window to null: the layers are full.
             reach = {"window": _window_tokens(config), "local": config.get("attention_chunk_size")}
             found = (spellings[one] for one in names)
             return [one if reach.get(one, True) else "full" for one in found]
@@ -544,7 +530,7 @@ def _listed(config: Config) -> list[str]:
 
 
 def _periodic(config: Config, layers: int) -> list[str]:
-    """Return the cache names of each layer, by a rule such as full attention in every n-th."""
+    """Return each layer's cache names by a rule, such as full attention in every n-th layer."""
     every, others = range(layers), "state"
     family = str(config.get("model_type", ""))
     rope = config.get("no_rope_layers") or []
@@ -576,9 +562,8 @@ def _periodic(config: Config, layers: int) -> list[str]:
 
 
 def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
-    """Return the state of one layer, or None for a family whose state this version cannot size.
-    `model_bytes` is the size of an element. It also applies to the recurrent part unless
-    config.json names that part's dtype."""
+    """Return the state of one layer, or None for an unknown family. `model_bytes` is the size of an
+    element, unless config.json names a dtype for the matrix."""
     family = str(config.get("model_type"))
     dtype = _first(config, "mamba_ssm_cache_dtype", "mamba_ssm_dtype")
     for key, row in _STATES.items():
@@ -594,8 +579,7 @@ def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
 def _estimate(
     whole: Config, text: Config, caches: tuple[LayerCache, ...], element_bytes: int
 ) -> Weights:
-    """Estimate the size of the language model's weights, if its file says enough."""
-    # Gemma omits the key and ties its embeddings.
+    # Gemma ties its embeddings without the key.
     tied = text.get("tie_word_embeddings", str(text.get("model_type")).startswith("gemma"))
     try:
         parameters = _number(text, "vocab_size*hidden_size") * (1 if tied else 2)
@@ -610,7 +594,6 @@ def _estimate(
 
 
 def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
-    """Return the bytes of one stored parameter and the reason for that number."""
     quantization = _first(config, "quantization_config", "compression_config")
     if not isinstance(quantization, dict):
         return model_bytes, "its dtype"
@@ -624,7 +607,6 @@ def _bytes_per_parameter(config: Config, model_bytes: int) -> tuple[float, str]:
 
 
 def _mixer(config: Config, cache: LayerCache) -> int:
-    """Count the parameters of one layer's attention or recurrent part; ConfigError if unknown."""
     read = functools.partial(_number, config)
     hidden, state = read("hidden_size"), cache.state
     if cache.kind is LayerKind.INDEXER:
@@ -632,7 +614,7 @@ def _mixer(config: Config, cache: LayerCache) -> int:
     if cache.align_bytes > 1 or (cache.kind is LayerKind.STATE and state is None):
         raise ConfigError("model_type", config.get("model_type"), "its parameters are unknown")
     if state is not None:
-        # In: the convolution's inputs and the gate; out: the inner width.
+        # Into the layer: the convolution's inputs and the gate. Out of it: the inner width.
         return hidden * (3 * state.value_width + 2 * state.groups * state.key_width)
     heads = read("num_attention_heads")
     if cache.kind is LayerKind.LATENT:
@@ -649,7 +631,6 @@ def _mixer(config: Config, cache: LayerCache) -> int:
 
 
 def _feed_forward(config: Config) -> int:
-    """Count the parameters of all layers' feed-forward networks."""
     read = functools.partial(_number, config)
     experts = read("n_routed_experts|num_experts|num_local_experts|0")
     if not experts:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A model's KV cache groups, as vLLM 0.32 and 0.33 form them from the caches of its layers.
 
-If all caches need the same blocks, they form one group. Otherwise the layout decides. With blocks
-outermost (BLHNC, which this package requires on a GPU), caches of several page sizes are *packed*:
-one group per kind, except that windows and states are split until a group fits the block that the
-other groups need anyway. In all other cases pages are first made equal in size, by larger blocks or
-by padding. Each kind is then split into groups with as many layers as the smallest kind.
+Caches that need the same blocks form one group. Otherwise the layout decides. With blocks outermost
+(BLHNC, which this package requires on a GPU), caches of several page sizes are *packed*: one group
+per kind, except that windows and states are split until a group fits the block that the other
+groups need. In all other cases pages are made equal in size, by larger blocks or by padding, and
+each kind is split into groups with as many layers as the smallest kind.
 
-The largest group sets the size of a block in GPU memory; each group uses its own layers' pages
-without padding.
+The largest group determines the size of a block in GPU memory.
 """
 
 from __future__ import annotations
@@ -30,18 +29,17 @@ from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.units import align_up
 
-#: Kernels of latent attention combined with states need a multiple of this many tokens per block.
+#: In models with states, kernels of latent attention need a multiple of this many tokens per block.
 _LATENT_STATE_ALIGN_TOKENS = 128
-#: The largest kind sets the group size if it has fewer layers than this many times the smallest.
+#: The largest kind determines the group size if it has less than this many times the layers of the
+#: smallest kind.
 _SIMILAR = 1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """One layer's cache on one rank. `page_bytes` and `true_bytes` are the bytes of one block, with
-    and without padding. `block_tokens` counts the tokens of a block over all ranks that share it
-    (decode context parallelism).
-    """
+    """One layer's cache on one rank. `page_bytes` and `true_bytes` are the bytes of a block, with
+    and without padding. `block_tokens` are the tokens of a block over all ranks that share it."""
 
     layer: int
     cache: LayerCache
@@ -52,7 +50,7 @@ class Page:
 
 @dataclass(frozen=True, slots=True)
 class PlannedGroup:
-    """A KV cache group, in which all pages need the same number of blocks for any sequence."""
+    """A KV cache group: pages that need the same number of blocks for any sequence."""
 
     pages: tuple[Page, ...]
 
@@ -74,11 +72,9 @@ class PlannedGroup:
         return GroupKind.__members__.get(self.cache.kind.name, GroupKind.FULL)
 
     def page_bytes(self, stage: range) -> int:
-        """Return the bytes of GPU memory that one block needs for the layers of a stage."""
         return sum(page.page_bytes for page in self.pages if page.layer in stage)
 
     def true_bytes(self, stage: range) -> int:
-        """Return the bytes of one block that are stored for the layers of a stage."""
         return sum(page.true_bytes for page in self.pages if page.layer in stage)
 
 
@@ -90,7 +86,6 @@ class Plan:
     stages: tuple[range, ...]
 
     def stride_bytes(self, stage: int = 0) -> int:
-        """Return the bytes of a block in GPU memory on one rank of `stage`: the widest group's."""
         return max(group.page_bytes(self.stages[stage]) for group in self.groups)
 
     @property
@@ -98,21 +93,21 @@ class Plan:
         return tuple(group for group in self.groups if group.stored)
 
     def choose_blocks_per_chunk(self, given: int | None) -> int:
-        """Return `given` or, if it is None, the blocks per chunk that a server with default
-        settings chooses. Raises ConfigError if `given` cannot be used."""
+        """Return `given` or, if it is None, the choice of a server with default settings. Raises
+        ConfigError if `given` cannot be used."""
         groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in self.stored]
         if not groups:
             return given or 1
         if given is not None and given > 1 and (reason := why_one_block(groups)):
             raise ConfigError("--blocks-per-chunk", given, f"{reason}; leave it out")
-        # Pipeline stages have different numbers of layers, so only the token limit applies there.
+        # Pipeline stages differ in bytes per block, so only the token limit applies to several.
         block_bytes = self.stride_bytes() if len(self.stages) == 1 else 1
         wanted = chunk_blocks(OffloadConfig(), block_bytes, groups[0].block_tokens)
         return given or blocks_that_fit(groups, wanted)
 
 
 def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
-    """Form the groups. Raises ConfigError for a model of unknown size or one that vLLM refuses."""
+    """Form the groups. Raises ConfigError if a size is unknown or vLLM refuses the layout."""
     pages = _pages(model, deployment)
     if not any(page.page_bytes for page in pages):
         raise ConfigError("--model", model.name, "the sizes of its KV cache and states are unknown")
@@ -131,14 +126,13 @@ def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
 
 
 def stages_of(layers: int, count: int) -> tuple[range, ...]:
-    """Return the decoder layers of each stage; stages just before the last get the remainder."""
+    """Return the decoder layers of each stage; the stages before the last get the remainder."""
     each, rest = divmod(layers, count)
     ends = [at * each + min(rest, max(0, at - (count - 1 - rest))) for at in range(count + 1)]
     return tuple(itertools.starmap(range, itertools.pairwise(ends)))
 
 
 def _pages(model: ModelShape, deployment: Deployment) -> list[Page]:
-    """Return a page for each cache of each layer, in the order in which vLLM registers caches."""
     ranks, kv_bytes = deployment.tensor_parallel, deployment.kv_element_bytes
     block_tokens = deployment.block_tokens or model.block_tokens
     states = [one for one in model.caches if one.kind is LayerKind.STATE]
@@ -163,7 +157,6 @@ def _pages(model: ModelShape, deployment: Deployment) -> list[Page]:
 
 
 def _alike(pages: Iterable[Page], key: Callable[[Page], object]) -> list[list[Page]]:
-    """Group pages by `key`, in the order in which its values first appear."""
     found: dict[object, list[Page]] = {}
     for page in pages:
         found.setdefault(key(page), []).append(page)
@@ -171,7 +164,7 @@ def _alike(pages: Iterable[Page], key: Callable[[Page], object]) -> list[list[Pa
 
 
 def _needs(page: Page) -> object:
-    """Return a value that is equal for pages which need the same blocks for any sequence."""
+    """Return a value that is equal for pages of one `PlannedGroup`."""
     cache = page.cache
     if cache.kind.keeps_every_token:
         return page.block_tokens
@@ -210,14 +203,14 @@ def _packed(buckets: list[list[Page]]) -> list[list[Page]]:
     even = [one for one in sizes if len(set(one.values())) == 1]
     most = [max(one.values()) for one in even]
     mixed = max((max(one.values()) for one in even if len(one) > 1), default=0)
-    # The number of layers of each page size per group. It is the one with the least padding over
-    # all buckets, the largest of several, or 0 if no bucket mixes sizes evenly.
+    # The layers of each page size per group: the largest number with the least padding over all
+    # buckets, or 0 if no bucket mixes sizes evenly.
     repeats = mixed and min(
         range(mixed, max(most) + 1),
         key=lambda size: (sum(-count % size for count in most), -size),
     )
     counts = [-(-max(one.values()) // repeats) if repeats and one in even else 1 for one in sizes]
-    # States and rings may be split down to one page per group; so may windows if `repeats` is 0.
+    # States and rings and, if `repeats` is 0, windows may be split down to one page per group.
     split = {LayerKind.STATE, LayerKind.RING} | (set() if repeats else {LayerKind.WINDOW})
     counts_max = [
         len(bucket) if bucket[0].cache.kind in split else count
@@ -235,7 +228,6 @@ def _packed(buckets: list[list[Page]]) -> list[list[Page]]:
 
 
 def _split(bucket: list[Page], count: int) -> list[list[Page]]:
-    """Split a bucket into `count` groups, each with pages of every size as far as possible."""
     if count == 1:
         return [bucket]
     patterns = list(zip(*_alike(bucket, lambda page: page.page_bytes), strict=False))

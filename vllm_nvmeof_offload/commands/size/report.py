@@ -1,11 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All figures for one model in one deployment, with their formulas, assumptions and notes.
+"""All figures for a model in a deployment, with their formulas, assumptions and notes.
 
-Nothing here is measured. Published figures of others are shown next to ours. For a cluster of
-prefill and decode nodes that load through the links of both, DualPath (Wu et al., arXiv 2602.21548)
-gives the range of ratios in which the links to storage saturate before the links between nodes and
-the nodes' memory. The number of agents that fit follows from the rate of the busiest part, as in
-any closed queueing system.
+Published figures are shown next to computed figures. For a cluster of prefill and decode nodes that
+load through the links of both, DualPath (Wu et al., arXiv 2602.21548) gives the range of ratios in
+which the links to storage saturate before the links between nodes and the nodes' memory. The number
+of agents follows from the rate of the busiest part, as in any closed queueing system.
 """
 
 from __future__ import annotations
@@ -28,15 +27,13 @@ _FILE_COLUMNS = 160
 
 
 class _Scale(NamedTuple):
-    """A published load on one drive."""
-
     gpus_per_drive: int
     sessions_per_drive: int
     source: str
 
 
-#: One drive serves a node of 4 GPUs with 16 simultaneous conversations. This ratio was measured and
-#: does not follow from a model's configuration; the source's table lists multiples of the ratio.
+#: One drive serves a node of 4 GPUs with 16 simultaneous conversations: a measured ratio. The
+#: source's table lists multiples of it.
 DATA24 = _Scale(
     4,
     16,
@@ -48,8 +45,6 @@ DATA24_DRIVES = (1, 6, 12, 24)
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A `value` in `unit`, its `text` for display, and the `formula` that gives it."""
-
     section: str
     name: str
     value: float
@@ -61,9 +56,7 @@ class Figure:
 @dataclass(frozen=True, slots=True)
 class LayersRow:
     """One kind of layer. Bytes are for one block, or the state, in one layer on one rank.
-
-    `fragment_bytes` is the size of a contiguous piece if layers, keys and values are separate.
-    """
+    `fragment_bytes` is the size of a contiguous piece if keys and values are separate."""
 
     kind: str
     layers: int
@@ -75,8 +68,6 @@ class LayersRow:
 
 @dataclass(frozen=True, slots=True)
 class ScaleRow:
-    """The figures for a number of drives: computed ones, and those of a published ratio."""
-
     drives: int
     sessions_held: int
     sessions_in_time: int
@@ -87,8 +78,6 @@ class ScaleRow:
 
 @dataclass(frozen=True, slots=True)
 class SizeReport:
-    """The output of `vllm-nvmeof size --json`."""
-
     model: str
     deployment: Deployment
     layers: list[LayersRow]
@@ -106,7 +95,7 @@ class SizeReport:
 
 
 def build(model: ModelShape, deployment: Deployment) -> SizeReport:
-    """Size `model` on `deployment`. Raises ConfigError if GPUs, ranks and KV heads do not match."""
+    """Size `model` on `deployment`. Raises ConfigError for GPUs that are not whole engines."""
     ranks = deployment.ranks
     if deployment.gpus % ranks:
         up = -(-deployment.gpus // ranks) * ranks
@@ -190,7 +179,6 @@ def _model_figures(sizes: KvSizes) -> Iterator[Figure]:
 
 
 def _room_figures(sizes: KvSizes, room: Room | None) -> Iterator[Figure]:
-    """Yield the figures for GPU memory, if `room` is known, the CPU tier and the pool."""
     deployment, weights = sizes.deployment, sizes.rank_weights_bytes()
     drives, engines = deployment.drives, f"{deployment.engines} engines"
     if room is not None and weights is not None:
@@ -238,7 +226,6 @@ def _reload_figures(deployment: Deployment, back: Reload) -> Iterator[Figure]:
 
 
 def _compute_seconds(deployment: Deployment) -> float:
-    """Return the time in which all engines compute the returning sessions, or 0 if unknown."""
     if deployment.prefill_tokens_per_s is None:
         return 0.0
     tokens = deployment.concurrency * deployment.context_tokens
@@ -246,12 +233,12 @@ def _compute_seconds(deployment: Deployment) -> float:
 
 
 def _compute_figures(deployment: Deployment, back: Reload, compute_s: float) -> Iterator[Figure]:
-    """Yield the rate at which computing is as fast as loading; compare both at a given rate."""
+    """Yield the rate at which computing is as fast as loading, and compare both at a given rate."""
     if not back.seconds:
         return
     row = functools.partial(_figure, "computing")
     tokens, engines = deployment.concurrency * deployment.context_tokens, deployment.engines
-    formula = "sessions × context ÷ time to load them all ÷ engines; loading wins below it"
+    formula = "sessions × context ÷ time to load them all ÷ engines; below, loading is faster"
     yield row("as fast as loading at", tokens / back.seconds / engines, formula, "tokens/s")
     if compute_s:
         rate = f"{engines} engines × {deployment.prefill_tokens_per_s:g} tokens/s"
@@ -264,11 +251,11 @@ def _advice_figures(sizes: KvSizes, advice: Advice | None) -> Iterator[Figure]:
     if advice is None:
         return
     deployment, row = sizes.deployment, functools.partial(_figure, "settings")
-    formula = f"an engine's part of {deployment.concurrency} sessions, and its stream slots"
+    formula = f"one engine's share of {deployment.concurrency} sessions + stream slots"
     yield row("staging of one engine", advice.staging_bytes, formula)
-    formula = f"an engine's part of {deployment.users} users' sessions, and its logs"
+    formula = f"one engine's share of {deployment.users} users' sessions + logs"
     yield row("pool of one engine", advice.pool_bytes, formula)
-    formula = "drives that hold the users' sessions, or more if the TTFT needs more"
+    formula = "drives for the users' sessions, or for the TTFT if it needs more"
     yield row("drives for this load", advice.drives_needed, formula, "drives")
     formula = (
         f"{deployment.users} users × session in the pool × {deployment.daily_tokens} ÷ context"
@@ -279,7 +266,6 @@ def _advice_figures(sizes: KvSizes, advice: Advice | None) -> Iterator[Figure]:
 
 
 def _commands(sizes: KvSizes, advice: Advice) -> list[str]:
-    """Return the lines to paste, with sizes rounded up to whole GiB and example directories."""
     deployment = sizes.deployment
     targets = ":".join(f"/mnt/kv/{number}" for number in range(advice.targets))
     words = ["vllm serve", shlex.quote(sizes.model.name)]
@@ -301,8 +287,8 @@ def _notes_on_advice(
 ) -> Iterator[str]:
     if not compute_s:
         yield (
-            "whether loading is faster than computing is unknown: give --prefill-tokens-per-s, as "
-            "measured on your GPU"
+            "loading and computing are not compared: give --prefill-tokens-per-s, as measured on "
+            "your GPU"
         )
     elif back.seconds >= compute_s:
         yield (
@@ -311,8 +297,8 @@ def _notes_on_advice(
         )
     if advice and advice.drives_needed > deployment.drives:
         yield (
-            f"this load needs {advice.drives_needed} drives, --drives is {deployment.drives}: the "
-            "pool is larger than the drives, or loads miss the TTFT"
+            f"this load needs {advice.drives_needed} drives, but --drives is {deployment.drives}: "
+            "the pool exceeds the drives, or loads miss the TTFT"
         )
 
 
@@ -328,16 +314,15 @@ def ratio_range(deployment: Deployment) -> tuple[float, float]:
 def turns_per_s(
     links: int, link_bytes_per_s: float, read_bytes: float, prefill: int, compute_s: float
 ) -> float:
-    """Return the maximum number of turns per second that the links and prefill nodes can sustain.
-    Each turn reads `read_bytes` and computes for `compute_s`; if `compute_s` is 0, computing is no
-    limit."""
+    """Return the turns per second that the links and prefill nodes can sustain. Each turn reads
+    `read_bytes` and computes for `compute_s`; with 0, computing is no limit."""
     read = links * link_bytes_per_s / read_bytes
     return min(read, prefill / compute_s) if compute_s else read
 
 
 def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figure]:
-    """Yield the figures of the cluster, if one is given. Each turn reads its whole context,
-    `read_bytes`, which is 0 if the context is shorter than a chunk."""
+    """Yield the figures of the cluster, if one is given. Each turn reads its context: `read_bytes`,
+    or 0 if the context is shorter than a chunk."""
     row = functools.partial(_figure, "cluster")
     prefill, decode = deployment.prefill_nodes, deployment.decode_nodes
     if prefill is None or decode is None:
@@ -359,8 +344,7 @@ def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figu
         if compute_s:
             formula = f"min({formula}, {prefill} nodes ÷ {compute_s:g} s)"
         yield row(f"turns per second{words}", turns, formula, "/s")
-        # With fewer agents, each waits less. With more agents, all wait longer, because the cluster
-        # sustains no more turns.
+        # With more agents all wait longer, because the cluster sustains no more turns.
         agents = int(turns * (deployment.ttft_seconds + gap_s))
         formula = f"turns × (TTFT + {gap_s:g} s from first token to next turn)"
         yield row(f"agents at the TTFT{words}", agents, formula, "agents")
@@ -382,7 +366,6 @@ def _scale_row(sizes: KvSizes, drives: int) -> ScaleRow:
 
 
 def _assumptions(sizes: KvSizes) -> Iterator[str]:
-    """Yield the assumptions, each with the option that changes it, if there is one."""
     deployment, weights = sizes.deployment, sizes.model.weights
     if weights.total_bytes:
         yield f"weights: {weights.source} (--weights-bytes)"
@@ -394,8 +377,8 @@ def _assumptions(sizes: KvSizes) -> Iterator[str]:
     yield f"the pool uses {deployment.drive_fill:g} of a drive (--drive-fill)"
     yield f"{deployment.link_efficiency:g} of a link's rate is payload (--link-efficiency)"
     yield (
-        "worst case: all sessions return at once, and their KV is only in the pool; the whole TTFT "
-        "is for loading, and computing what was not stored takes additional time"
+        "worst case: all sessions return at once, and their KV is only in the pool; the TTFT "
+        "covers only the load, and computing tokens that were not stored takes additional time"
     )
     yield (
         f"{deployment.users} users, one session each in the pool (--users); each adds "
@@ -407,13 +390,13 @@ def _assumptions(sizes: KvSizes) -> Iterator[str]:
 def _notes_on_model(sizes: KvSizes) -> Iterator[str]:
     kinds = {cache.kind for cache in sizes.model.caches}
     if refusal := sizes.refusal:
-        yield f"this version refuses {refusal.what}, so this is only a plan ({refusal.remedy})"
+        yield f"this version refuses {refusal.what}: the figures are only a plan ({refusal.remedy})"
     if LayerKind.WINDOW in kinds or LayerKind.LOCAL in kinds:
         yield "for windows and attention chunks, the pool counts only the chunks of one boundary"
     if LayerKind.STATE in kinds:
-        yield "layers with recurrent state have no KV per token: they count one state per session"
+        yield "layers with recurrent state have no KV per token, but one state per session"
     if any(c.kind is LayerKind.STATE and c.state is None for c in sizes.model.caches):
-        yield "this family's recurrent state has an unknown size: counted as 0"
+        yield "the size of this family's recurrent state is unknown and counted as 0"
     copies = sizes.copies()
     if copies > 1:
         yield (
@@ -448,13 +431,12 @@ def _notes_on_deployment(sizes: KvSizes, room: Room | None, back: Reload) -> Ite
         hop = back.bottleneck
         yield (
             f"the {hop.name} are too slow: {hop.bytes_per_s / 1e9:.2f} of "
-            f"{back.needed_bytes_per_s / 1e9:.2f} GB/s; {hop.needed} would suffice, or "
+            f"{back.needed_bytes_per_s / 1e9:.2f} GB/s; give {hop.needed} {hop.name}, or at most "
             f"{back.sessions_in_time} sessions at once"
         )
 
 
 def show(report: SizeReport) -> None:
-    """Print the whole report, each figure with its formula."""
     console = wide_console(_FILE_COLUMNS)
     console.print(report.model, highlight=False, markup=False, style="bold")
     layers = ("layers", "kind", "block in one layer of a rank", "K or V only", "kept")
@@ -473,7 +455,7 @@ def show(report: SizeReport) -> None:
     }[report.loads_faster]
     console.print(f"bottleneck: {report.bottleneck}; {verdict}; {compared}", highlight=False)
     if report.commands:
-        console.print("to start each server of one engine, on targets of your own:")
+        console.print("to start each server of one engine, with your own targets:")
     for line in report.commands:
         console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
     headings = ("drives", "sessions held", "at once in the TTFT", "bottleneck")
