@@ -115,7 +115,7 @@ def test_other_weights_are_not_borrowed_although_their_chunks_are_known(
     a: Server, b: Server, old: rig.Reference, new: list[Answer]
 ) -> None:
     """The control: both have chunks under the same keys, and only the tag tells them apart."""
-    assert name(a, "step-2").json()["results"][0].startswith("the weights are 'step-2'")
+    assert name(a, "step-2").json()["results"][0].startswith("the weights are named 'step-2'")
     assert name(b, "step-1").status_code == httpx.codes.OK
     rig.forget_gpu(a)
     assert rig.same(rig.ask_and_settle(a, old.prompts), new)

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The code that imports vLLM, or is called by it."""
+"""The code that imports vLLM or is called by vLLM."""

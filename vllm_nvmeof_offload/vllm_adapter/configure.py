@@ -1,23 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completes and checks the KV transfer configuration of an engine that uses our backend.
 
-vLLM turns its offloading flags into a `KVTransferConfig` in one method of `VllmConfig`, before any
-model is loaded. The plugin wraps that method, and a vLLM that has this package in its tree calls us
-from it. Engines that name our backend or connector are handled here, all others by vLLM itself. The
-method may run several times on one configuration, so completing a configuration is idempotent.
+vLLM converts its offloading flags to a `KVTransferConfig` in one method of `VllmConfig`, before it
+loads a model. The plugin wraps the method; a vLLM with this package in its tree calls us from it.
+Configurations that name our backend or connector are completed here, all others by vLLM. Completion
+is idempotent, because the method may run several times on one configuration.
 
 **`MultiConnector`** creates each connector from a mapping in its `connectors`, loads with the first
-one that has a hit, and stores with all. Our mapping is completed like a separate configuration, and
-`multi_connector` replaces vLLM's class, which gives the first connector's handshake to all. Another
-connector must never report a failed load, because we would have stored the request's KV by then.
-NIXL's connectors may, because a request runs, and is stored, only after vLLM knows whether the load
-succeeded.
+connector that has a hit, and stores with all. Our mapping is completed like a separate
+configuration, and `multi_connector` replaces vLLM's class, which gives the first connector's
+handshake to all. Another connector must not report failed loads, because we would already have
+stored the request's KV. NIXL's connectors may, because a request runs, and is stored, only after
+vLLM knows the outcome of the load.
 
 **`kv_load_failure_policy`**: vLLM's default, "fail", ends a request whose load fails; ours is
-"recompute", unless the user gives "fail". A `KVTransferConfig` does not record whether the user
-gave its value, so a given value is replaced with an equal string of a special type. In an object
-created before the plugin is loaded, as by `LLM(kv_transfer_config={…})`, the value counts as the
-default.
+"recompute". A `KVTransferConfig` does not record whether the user gave its value, so a given value
+is replaced with an equal string of a special type. In an object created before the plugin is
+loaded, as by `LLM(kv_transfer_config={…})`, the value counts as the default.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
 _COMBINED = "MultiConnector"
 _COMBINING = (_COMBINED, MULTI_CONNECTOR_NAME)
-_EITHER = f"use either it or {CONNECTOR_NAME}"
-#: Connectors whose loads always end before their requests run.
+_EITHER = f"use either that connector or {CONNECTOR_NAME}"
+#: Connectors with loads that always end before their requests run.
 _LOADS_FIRST = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 
 
@@ -71,12 +70,11 @@ def _children(transfer: Any) -> tuple[dict[str, Any] | None, list[dict[str, Any]
         is_ours = _is_our_connector(child.get("kv_connector"), extra)
         (ours if is_ours else others).append(child)
     if len(ours) > 1:
-        raise ConfigError("connectors", CONNECTOR_NAME, f"name it only once in {_COMBINED}")
+        raise ConfigError("connectors", CONNECTOR_NAME, f"give it only once in {_COMBINED}")
     return (ours[0] if ours else None), others
 
 
 def _check_others(others: list[dict[str, Any]]) -> None:
-    """Refuse connectors that cannot be combined with ours."""
     from vllm.config import KVTransferConfig
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1
@@ -88,10 +86,10 @@ def _check_others(others: list[dict[str, Any]]) -> None:
         name = str(child.get("kv_connector"))
         try:
             found = KVConnectorFactory.get_connector_class(KVTransferConfig(**child))
-        except Exception:  # noqa: BLE001 - vLLM makes it next, and raises the same error
+        except Exception:  # noqa: BLE001 - vLLM will raise the same error
             continue
         if issubclass(found, OffloadingConnector):
-            raise ConfigError("connectors", name, f"offloads as {CONNECTOR_NAME} does; {_EITHER}")
+            raise ConfigError("connectors", name, f"offloads KV too; {_EITHER}")
         if name in _LOADS_FIRST:
             continue
         stock = KVConnectorBase_V1.get_block_ids_with_load_errors
@@ -106,23 +104,22 @@ _FIELD = "kv_load_failure_policy"
 
 
 class _Marked(str):
-    """A marked string: the default if in the dataclass field, a given value if in an object."""
+    """A marked string: the default in the dataclass field, a given value in an object."""
 
     __slots__ = ()
 
 
 def _is_given(policy: str | None) -> bool:
-    """Return whether the user gave this policy. A vLLM that has this package in its tree has no
-    default policy, so any value was given by the user."""
     from vllm.config.kv_transfer import KVTransferConfig
 
+    # In a vLLM with this package in its tree, the default is None.
     if KVTransferConfig.__dataclass_fields__[_FIELD].default is None:
         return policy is not None
     return isinstance(policy, _Marked)
 
 
 def _install_failure_policy() -> None:
-    """Make new `KVTransferConfig` objects mark given values. Has an effect only once."""
+    """Make new `KVTransferConfig` objects mark given values. Idempotent."""
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config.kv_transfer import KVTransferConfig
 
@@ -150,10 +147,10 @@ _SPECS = "vllm.v1.kv_offload.factory"
 
 
 def register_loaded() -> None:
-    """Register our names, which JSON may use, with those factories that are already imported.
+    """Register our names, which JSON may use, with the factories that are already imported.
 
-    Importing the factories here would take a second even without offloading. Factories imported
-    later find our classes by the module paths that `complete` fills in.
+    Importing a factory takes a second, even without offloading. Factories imported later find our
+    classes by the module paths from `complete`.
     """
     connectors = getattr(sys.modules.get(_CONNECTORS), "KVConnectorFactory", None)
     if connectors is not None and CONNECTOR_NAME not in connectors._registry:
@@ -179,13 +176,11 @@ _BACKEND_FLAG = "--kv-offloading-backend"
 
 
 def expect() -> None:
-    """Raise `IntegrationError` if `install` would not work."""
     for found in vllm_release.CONFIGURATION.differences():
         raise IntegrationError(found)
 
 
 def install() -> None:
-    """Wrap vLLM's method, once."""
     from vllm.config import VllmConfig
 
     stock = getattr(VllmConfig, _METHOD)
@@ -203,10 +198,8 @@ def install() -> None:
 
 
 def complete_if_ours(vllm_config: Any) -> bool:
-    """Complete a configuration that names our backend or connector. Return False for any other.
-
-    A vLLM that has this package in its tree calls this function in its own method.
-    """
+    """Complete a configuration that names our backend or connector; return False for any other. A
+    vLLM with this package in its tree calls this function."""
     try:
         if not _is_ours(vllm_config):
             return False
@@ -221,7 +214,6 @@ def complete_if_ours(vllm_config: Any) -> bool:
 
 
 def _is_command_line() -> bool:
-    """Return whether this process is vLLM's own command, not a program that uses vLLM."""
     spec = getattr(sys.modules.get("__main__"), "__spec__", None)
     name = spec.name if spec is not None else ""
     return os.path.basename(sys.argv[0]) == "vllm" or name.startswith("vllm.entrypoints.")
@@ -241,18 +233,18 @@ def _is_ours(vllm_config: Any) -> bool:
         raise ConfigError(
             _BACKEND_FLAG,
             cache.kv_offloading_backend,
-            f"--kv-transfer-config names {CONNECTOR_NAME}; leave out one of the two",
+            f"--kv-transfer-config names {CONNECTOR_NAME}; leave out either option",
         )
     return True
 
 
 def complete(vllm_config: Any) -> None:
-    """Check a configuration and complete it with our connector's names, or refuse it."""
+    """Complete a configuration with our connector's names. Raises ConfigError to refuse it."""
     from vllm.config import KVTransferConfig
 
     vllm_release.refuse_different()
-    # Imported here, because most servers with this plugin do not use the backend, and because an
-    # unknown vLLM may lack what this module imports.
+    # Imported here, because most servers with the plugin do not use the backend, and an unknown
+    # vLLM may lack names that the module imports.
     from vllm_nvmeof_offload.vllm_adapter.supported import precheck
 
     if vllm_config.kv_transfer_config is None:
@@ -277,11 +269,10 @@ def complete(vllm_config: Any) -> None:
 
 
 def extra_of(values: Mapping[str, Any], has_flag: bool | None) -> dict[str, Any]:
-    """Return our part of a --kv-transfer-config, which a server with `values` would use.
+    """Return our part of the --kv-transfer-config `values`, without vLLM.
 
-    Works without vLLM. `has_flag` says whether `--kv-offloading-backend nvmeof` is also given; None
-    if unknown. Raises ConfigError for what vLLM or our backend would refuse, or what would not
-    start our backend.
+    `has_flag` is whether `--kv-offloading-backend nvmeof` is also given; None if unknown. Raises
+    ConfigError if vLLM or our backend would refuse `values`, or if they do not select our backend.
     """
     wrong = [
         ConfigError(
@@ -295,7 +286,7 @@ def extra_of(values: Mapping[str, Any], has_flag: bool | None) -> dict[str, Any]
     ]
     name, extra = values.get("kv_connector"), values.get(EXTRA, {})
     if not isinstance(extra, dict):
-        raise ConfigError(EXTRA, extra, "give an object, { … }")
+        raise ConfigError(EXTRA, extra, "not an object; give { … }")
     transfer = SimpleNamespace(kv_connector_module_path=None, kv_role=None, **{EXTRA: dict(extra)})
     transfer.__dict__.update({key: values[key] for key in values if key != EXTRA})
     transfer.kv_connector = name
@@ -307,7 +298,8 @@ def extra_of(values: Mapping[str, Any], has_flag: bool | None) -> dict[str, Any]
             remedy = f"none of its connectors is {CONNECTOR_NAME}"
         wrong.append(ConfigError("kv_connector", name, remedy))
     elif name is not None and transfer.kv_role is None:
-        wrong.append(ConfigError("kv_role", None, "vLLM needs it with kv_connector; give kv_both"))
+        remedy = "vLLM needs a role with kv_connector; give kv_both"
+        wrong.append(ConfigError("kv_role", None, remedy))
     raise_all(wrong)
     if child is not None:
         return extra_of({"kv_role": "kv_both", **child}, has_flag)
@@ -316,7 +308,6 @@ def extra_of(values: Mapping[str, Any], has_flag: bool | None) -> dict[str, Any]
 
 
 def _take_child(child: dict[str, Any]) -> Any:
-    """Complete the `MultiConnector`'s mapping for our connector; return its extra config."""
     from vllm.config import KVTransferConfig
 
     made = KVTransferConfig(**{"kv_role": "kv_both", **child})
@@ -334,9 +325,9 @@ def _take_connector(transfer: Any) -> None:
         raise ConfigError(
             "kv_connector",
             name,
-            f"{_BACKEND_FLAG} {BACKEND} brings its own connector, {CONNECTOR_NAME}; leave out the "
-            "flag, or kv_connector in --kv-transfer-config (a MultiConnector has to name ours "
-            "among its connectors)",
+            f"{_BACKEND_FLAG} {BACKEND} uses the connector {CONNECTOR_NAME}; leave out the flag, "
+            "or kv_connector in --kv-transfer-config (a MultiConnector must name ours among its "
+            "connectors)",
         )
     if name != CONNECTOR_NAME or transfer.kv_connector_module_path is None:
         transfer.kv_connector = CONNECTOR_NAME
@@ -350,12 +341,12 @@ def _take_connector(transfer: Any) -> None:
 
 
 def take_size(extra: dict[str, Any], size_gib: float | None) -> str:
-    """Set `staging_bytes` in `extra` if it is missing; return the option that the user gave."""
+    """Set `staging_bytes` in `extra` if it is missing; return the option that determines it."""
     if "staging_bytes" in extra:
         return "staging_bytes"
     if size_gib is not None:
         if not 0 < size_gib < 1 << 30:  # excludes infinity; NaN compares false
-            raise ConfigError(_SIZE_FLAG, size_gib, "give the GiB of pinned memory, above 0")
+            raise ConfigError(_SIZE_FLAG, size_gib, "give GiB of pinned memory, above 0")
         extra["staging_bytes"] = int(size_gib * GIB)
         return _SIZE_FLAG
     from vllm_nvmeof_offload.config import ENV_PREFIX, default_staging_bytes
@@ -376,17 +367,15 @@ def take_size(extra: dict[str, Any], size_gib: float | None) -> str:
 
 
 def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Set vLLM's number of blocks per chunk, or check the number that the user has set.
-
-    The scheduler and all workers get the same result, because their inputs are the same.
-    """
+    """Set vLLM's number of blocks per chunk, or check the configured number. The scheduler and all
+    workers get the same result from the same inputs."""
     from vllm_nvmeof_offload.chunk_size import blocks_of_chunk
     from vllm_nvmeof_offload.config import parse_config
     from vllm_nvmeof_offload.vllm_adapter.groups import blocks_of
 
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     groups = blocks_of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size)
-    # Pipeline stages differ in their number of layers, so only tokens count with several stages.
+    # Pipeline stages differ in bytes per block, so only the token limit applies to several.
     block_bytes = 1
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         placed = kv_cache_config.kv_cache_tensors[0]

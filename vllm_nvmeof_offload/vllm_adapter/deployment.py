@@ -2,17 +2,15 @@
 """The facts of a vLLM deployment under which KV bytes are interchangeable.
 
 The facts identify the keyspace: a pool written under different facts is in another directory. If
-KV depends on something that neither the facts nor the block hashes contain, a later start must not
-adopt the stored chunks; `Deployment.volatile` gives the reasons.
+KV depends on data that neither the facts nor the block hashes contain, a later start must not adopt
+the stored chunks; `Deployment.volatile` gives the reasons.
 
 vLLM reads the weights long before a worker computes its keyspace. Therefore `note_weights` stamps
-the files before the model is loaded, and `Deployment.replaced` compares stamps in each worker.
+the files before the model is loaded, and `Deployment.replaced` compares the stamps in each worker.
 
 The keyspace is closed: every field of vLLM's configuration, even in future releases, is a fact,
-unless `HARMLESS` lists the field with a reason. A value that cannot be compared with another
-server's becomes a reason in `volatile` instead.
-
-Configuration objects are read by attribute, so that tests need no vLLM.
+unless `HARMLESS` lists the field with a reason. A value that servers cannot compare becomes a
+reason in `volatile` instead.
 """
 
 from __future__ import annotations
@@ -40,28 +38,28 @@ from vllm_nvmeof_offload.vllm_adapter.weights import (
     why_unknown,
 )
 
-#: Hash algorithms whose root is random in each process unless PYTHONHASHSEED is set.
+#: Hash algorithms with a random root in each process unless PYTHONHASHSEED is set.
 _SEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
 #: Keys of a model's configuration that describe its origin, not its content.
 _INCIDENTAL_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-#: RoPE types whose factors, for *all* positions, depend on the maximum length served.
+#: RoPE types with factors that, for *all* positions, depend on the maximum length.
 _LENGTH_DEPENDENT_ROPE = ('"longrope"', '"su"')
-#: Environment variables that affect weights, media or a block's bytes and are not in any field.
+#: Environment variables that affect weights, media or a block's bytes, but no field.
 _VARIABLES = (
     *("PYTHONHASHSEED", "VLLM_PP_LAYER_PARTITION", "VLLM_SSM_CONV_STATE_LAYOUT"),
     *("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG"),
     *("VLLM_MARLIN_INPUT_DTYPE", "VLLM_CPU_INT4_W4A8", "VLLM_VIDEO_LOADER_BACKEND"),
 )
-#: By class of vLLM's configuration, and by reason: the fields of the class that are not facts.
+#: The fields that are not facts, by class of vLLM's configuration and by reason.
 HARMLESS: Mapping[str, Mapping[str, str]] = {
     "VllmConfig": {
         "numerics only": "compilation_config kernel_config optimization_level performance_mode",
-        "which tokens are computed when": "scheduler_config",
-        "what becomes of the last layer's output": "structured_outputs_config reasoning_config "
+        "scheduling of tokens": "scheduler_config",
+        "use of the last layer's output": "structured_outputs_config reasoning_config "
         "watermark_config aux_output_config",
         "where weights and KV are kept": "offload_config engram_config kv_transfer_config",
         "replaced weights have another share tag": "weight_transfer_config",
-        "model_config and load_config decide it": "quant_config",
+        "follows from model_config and load_config": "quant_config",
         "running and observing a server": "observability_config logging_config profiler_config "
         "kv_events_config instance_id shutdown_timeout watchdog_config",
     },
@@ -71,11 +69,11 @@ HARMLESS: Mapping[str, Mapping[str, str]] = {
         "hf_config is a fact": "hf_text_config hf_config_path hf_overrides config_format "
         "is_submodel_config",
         "architecture is a fact": "model_impl",
-        "a fact where RoPE depends on it": "max_model_len",
-        "prompts are known by their tokens": "tokenizer tokenizer_mode tokenizer_revision "
+        "a fact if RoPE depends on it": "max_model_len",
+        "token ids identify prompts": "tokenizer tokenizer_mode tokenizer_revision "
         "skip_tokenizer_init renderer_num_workers io_processor_plugin",
-        "vLLM's block hashes have it": "enable_prompt_embeds",
-        "what becomes of the last layer's output": "seed return_sampling_mask max_logprobs "
+        "in vLLM's block hashes": "enable_prompt_embeds",
+        "use of the last layer's output": "seed return_sampling_mask max_logprobs "
         "logprobs_mode use_fp64_gumbel enable_trace_replay generation_config "
         "override_generation_config logits_processors pooler_config",
         "numerics only": "enforce_eager disable_cascade_attn",
@@ -108,7 +106,7 @@ HARMLESS: Mapping[str, Mapping[str, str]] = {
         "distributed_executor_backend placement_group ray_runtime_env ray_workers_use_nsight "
         "max_parallel_loading_workers enable_ep_weight_filter enable_shm_tensor_arena "
         "enable_fault_tolerance fault_tolerance_config",
-        "other facts have it": "world_size is_moe_model _allow_auto_resolve_cp_interleave_size",
+        "in other facts": "world_size is_moe_model _allow_auto_resolve_cp_interleave_size",
         "numerics only": "enable_hc_sp enable_expert_parallel enable_batch_sharded_sampling "
         "enable_eplb eplb_config expert_placement_strategy all2all_backend enable_elastic_ep "
         "elastic_ep_max_dp_size disable_custom_all_reduce enable_dbo ubatch_size "
@@ -133,7 +131,7 @@ HARMLESS: Mapping[str, Mapping[str, str]] = {
     "MultiModalConfig": {
         "what is accepted": "language_model_only limit_per_prompt enable_mm_embeds mm_encoder_only "
         "allow_missing_mm_embeddings",
-        "prompts are known by their tokens": "interleave_mm_strings",
+        "token ids identify prompts": "interleave_mm_strings",
         "memory and transport": "mm_processor_cache_gb mm_processor_cache_type mm_tensor_ipc "
         "mm_shm_cache_max_object_size_mb mm_ipc_gpu_memory_gb skip_mm_profiling "
         "mm_encoder_fp8_scale_save_path mm_encoder_fp8_scale_save_margin",
@@ -155,22 +153,18 @@ HARMLESS: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class Deployment:
-    """The deployment that one process of vLLM runs."""
-
     #: The facts, except weights and KV geometry.
     facts: Mapping[str, Any]
     source: ModelSource
     drafter: ModelSource | None = None
     #: Reasons why nothing is adopted.
     volatile: tuple[str, ...] = ()
-    #: By local model: the stamp of its files, taken before vLLM read the files.
+    #: The stamps of local models' files, by model, taken before vLLM read the files.
     stamps: Mapping[str, str] = field(default_factory=dict)
-    #: The earliest time at which vLLM may have read a model without a stamp, in seconds of the
-    #: system clock.
+    #: The earliest system time, in seconds, at which vLLM may have read a model without a stamp.
     began_s: float = float("inf")
 
     def keyspace(self, **geometry: Any) -> Keyspace:
-        """Return the keyspace of these facts and this KV geometry. Reads the models' files."""
         identities = {source: source.identity() for source in self._sources()}
         drafter = identities[self.drafter] if self.drafter is not None else None
         return Keyspace.of(
@@ -178,12 +172,12 @@ class Deployment:
         )
 
     def replaced(self) -> tuple[str, ...]:
-        """Return why the weight files may differ from those that vLLM read; empty if they do not.
-        Call this after `keyspace`, which reads the current files."""
+        """Return why the weight files may differ from the files that vLLM read, if they may. Call
+        this after `keyspace`, which reads the current files."""
         return tuple(why for source in self._sources() if (why := self._why_replaced(source)))
 
     def _sources(self) -> list[ModelSource]:
-        """Return each source once; a drafter may be part of the model's own files."""
+        """Return each source once; a drafter may be part of the model's files."""
         return list(dict.fromkeys(s for s in (self.source, self.drafter) if s is not None))
 
     def _why_replaced(self, source: ModelSource) -> str:
@@ -197,10 +191,8 @@ class Deployment:
 
 
 def note_weights(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
-    """Stamp the files of the local models in `vllm_config`, and write the stamps into `extra`.
-
-    Existing stamps are kept, because vLLM copies configurations while it loads the model.
-    """
+    """Stamp the files of the local models in `vllm_config`, and write the stamps into `extra`. Keep
+    existing stamps, because vLLM copies configurations while it loads the model."""
     stamps = dict(extra.get(WEIGHTS_SEEN, {}))
     for model in (vllm_config.model_config, drafter_of(vllm_config)):
         if model is None or model.model in stamps:
@@ -215,8 +207,7 @@ def note_weights(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
 
 
 def process_began_s() -> float:
-    """Return the time at which this process started, in seconds of the system clock."""
-    # The second field, the command's name, may contain spaces; the start is the 22nd.
+    # The second field, the command's name, may contain spaces; the start is the 22nd field.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s
@@ -238,7 +229,7 @@ def describe(
     why += _volatile(vllm_config)
     configuration = _fields_facts(vllm_config, "", why)
     if drafter is None:
-        configuration["speculative_config"] = None  # drafts without a model have no KV
+        configuration["speculative_config"] = None  # without a model, drafts have no KV
     else:
         load = vllm_config.speculative_config.draft_load_config or load
         why += [f"drafter: {one}" for one in why_unknown(drafter, load, foreign_code)]
@@ -260,7 +251,7 @@ def describe(
 
 
 def _fields_facts(config: Any, where: str, unknown: list[str]) -> dict[str, Any]:
-    """Return a configuration object's facts. `where` prefixes its fields' names; see `_fact`."""
+    """Return the facts of a configuration object. `where` prefixes its fields; see `_fact`."""
     name = type(config).__name__
     harmless = " ".join(HARMLESS.get(name, {}).values()).split()
     facts = {
@@ -280,8 +271,8 @@ def _fields_facts(config: Any, where: str, unknown: list[str]) -> dict[str, Any]
 def _fact(value: Any, where: str, unknown: list[str]) -> Any:
     """Encode a value as JSON that is the same in all processes.
 
-    Mappings become digests, because facts are stored on disk in plain text. A value without such
-    an encoding adds a reason to `unknown`. `where` is the name of the field.
+    Mappings become digests, because facts are stored on disk in plain text. A value that cannot be
+    encoded adds a reason to `unknown`. `where` is the field's name.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
@@ -294,7 +285,7 @@ def _fact(value: Any, where: str, unknown: list[str]) -> Any:
         if "<" not in qualified:  # neither a lambda nor local to a function
             return qualified
     elif isinstance(value, Mapping) or hasattr(value, "to_dict"):
-        # Items, not fields, because a model's configuration has items that no class declares.
+        # A model's configuration has items that no class declares.
         items = value if isinstance(value, Mapping) else value.to_dict()
         plain = {
             str(key): _fact(item, where, unknown)
@@ -321,7 +312,7 @@ def _volatile(vllm_config: Any) -> list[str]:
     multimodal = getattr(model, "multimodal_config", None)
     hashed = cache.enable_prefix_caching or getattr(multimodal, "mm_processor_cache_gb", 0)
     if multimodal is not None and not hashed:
-        # vLLM then numbers the items per process, starting from 1 again after a restart.
+        # vLLM then numbers the items from 1 in each process.
         why.append("multimodal items have no content hash with both of vLLM's caches off")
     if getattr(multimodal, "mm_encoder_fp8_scale_path", None):
         why.append("the encoder's scales (mm_encoder_fp8_scale_path) are known by path only")
@@ -336,7 +327,6 @@ def _has_amx() -> bool:
 
 
 def deployed(vllm_config: Any, stamps: Mapping[str, str]) -> Deployment:
-    """Return the deployment of this process."""
     from vllm.version import __version__
 
     return describe(
@@ -349,7 +339,7 @@ def deployed(vllm_config: Any, stamps: Mapping[str, str]) -> Deployment:
 
 
 def foreign_code() -> frozenset[str]:
-    """Return load formats and architectures with a loader or class that is not vLLM's own."""
+    """Return load formats and architectures with a loader or class from outside vLLM."""
     from vllm.model_executor.model_loader import _LOAD_FORMAT_TO_MODEL_LOADER
     from vllm.model_executor.models import ModelRegistry
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Converts vLLM's KV cache groups to ours: their kinds, their layers' memory, and their facts.
+"""Conversion of vLLM's KV cache groups to ours: their kinds, their layers' memory, their facts.
 
 Only groups that vLLM offloads are included, in the order of its offloading configuration.
 """
@@ -31,7 +31,7 @@ from vllm_nvmeof_offload.groups import SET_SIZE_MAX, Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.boundary import SPARSE, automatic, kept_every, unit_tokens
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
-#: By exact type, because a subclass may drop blocks in another way while a request runs.
+#: By exact type, because a subclass may drop blocks in a different way while a request runs.
 _KINDS: dict[type, GroupKind] = {
     FullAttentionSpec: GroupKind.FULL,
     MLAAttentionSpec: GroupKind.FULL,
@@ -40,27 +40,26 @@ _KINDS: dict[type, GroupKind] = {
     ChunkedLocalAttentionSpec: GroupKind.LOCAL,
     MambaSpec: GroupKind.STATE,
 }
-#: The attribute of a spec that contains its reach in tokens, by kind.
+#: A spec's attribute with the reach in tokens, by kind.
 _SPAN_TOKENS = {GroupKind.WINDOW: "sliding_window", GroupKind.LOCAL: "attention_chunk_size"}
 
 
 @dataclass(frozen=True, slots=True)
 class LayerCaches:
-    """The KV cache on this rank: vLLM's `KVCacheConfig`, and a view of each layer's blocks."""
+    """The KV cache on this rank: vLLM's `KVCacheConfig` and a view of each layer's blocks."""
 
     config: Any
     views: Mapping[str, Any]
 
     @property
     def device(self) -> str:
-        """Return torch's name for the device, including its number."""
         return str(next(iter(self.views.values())).device)
 
     def tensors(self, group_id: int) -> list[CacheTensor]:
         """Return the group's pages, in the order of their addresses in a block, without padding.
 
-        vLLM gives all groups the same memory, with the widest group's stride per block, so the
-        bytes of a group cannot be derived from the stride or the size of a block.
+        All groups use the same memory, with the widest group's stride per block, so the bytes of a
+        group do not follow from the stride or the size of a block.
         """
         specs = specs_of(self.config.kv_cache_groups[group_id])
         found = []
@@ -78,7 +77,6 @@ class LayerCaches:
 
 
 def specs_of(group: Any) -> dict[str, Any]:
-    """Return the spec of each of the group's layers on this rank."""
     spec = group.kv_cache_spec
     if isinstance(spec, UniformTypeKVCacheSpecs):
         return {name: spec.kv_cache_specs[name] for name in group.layer_names}
@@ -86,28 +84,26 @@ def specs_of(group: Any) -> dict[str, Any]:
 
 
 def offloaded(kv_cache_config: Any) -> list[Any]:
-    """Return the KV cache groups that vLLM offloads; the others cannot be found by hash."""
+    """Return the KV cache groups that vLLM offloads; other groups cannot be found by hash."""
     groups = kv_cache_config.kv_cache_groups
     return [groups[group_id] for group_id in get_offloading_group_ids(kv_cache_config)]
 
 
 def kinds_of(group: Any) -> set[GroupKind | None]:
-    """Return the kinds of a KV cache group's layers, with None for an unknown kind."""
     return {_KINDS.get(type(spec)) for spec in iter_layer_specs(group.kv_cache_spec)}
 
 
 def resumes_at_any_block(kv_cache_config: Any) -> bool:
     """Return whether vLLM can resume a request at any of its blocks after a failed load.
 
-    It can if its only KV cache group keeps all tokens. Groups that are not offloaded count too:
-    vLLM drops their blocks before the end of a hit, so it cannot resume within the hit.
+    It can if its only KV cache group keeps all tokens. Groups that are not offloaded count too,
+    because vLLM drops their blocks before the end of a hit.
     """
     groups = kv_cache_config.kv_cache_groups
     return len(groups) == 1 and kinds_of(groups[0]) == {GroupKind.FULL}
 
 
 def blocks_of(kv_cache_config: Any, decode_context_parallel: int) -> list[GroupBlocks]:
-    """Return the blocks of the groups that vLLM offloads."""
     found = []
     for group in offloaded(kv_cache_config):
         (kind,) = kinds_of(group)
@@ -120,8 +116,7 @@ def blocks_of(kv_cache_config: Any, decode_context_parallel: int) -> list[GroupB
 
 
 def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
-    """Return the groups that vLLM offloads, by position. `config` is vLLM's `OffloadingConfig`. The
-    layers of a group are of one known kind (`refuse_unsupported`)."""
+    """Return the groups that vLLM offloads, by position. `config` is vLLM's `OffloadingConfig`."""
     groups, chunks_of_window = [], vllm_release.WINDOW_CHUNKS.take()
     for one in config.groups:
         group = kv_cache_config.kv_cache_groups[one.group_id]
@@ -146,8 +141,10 @@ def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
 
 def rank_groups_of(groups: Sequence[Group], kv_cache_config: Any) -> list[RankGroup]:
     """Return the groups with the bytes of a block, without padding, on the configuration's rank.
+
     The scheduler has one rank's configuration, with a single spec per group even where layers
-    differ. Pages that do not fit this spec are counted with padding, as placed."""
+    differ. Pages that do not fit the spec are counted with padding.
+    """
     placed = {
         name: min(tensor.layer_stride, tensor.block_stride)
         for tensor in kv_cache_config.kv_cache_tensors
@@ -162,11 +159,12 @@ def rank_groups_of(groups: Sequence[Group], kv_cache_config: Any) -> list[RankGr
 
 
 def set_sizes_of(config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Return, for each group that vLLM offloads, the number of consecutive ranks with equal bytes.
-    `config` is vLLM's `OffloadingConfig`. Tensor-parallel ranks have equal bytes if layers cannot
-    be split further: latent attention is not split at all, and if there are fewer KV heads than
-    ranks, several ranks keep the same head. The largest number is a multiple of all others, and at
-    most `SET_SIZE_MAX`."""
+    """Return, by group that vLLM offloads, the number of consecutive ranks with equal bytes.
+
+    `config` is vLLM's `OffloadingConfig`. Latent attention is equal on all tensor-parallel ranks,
+    and with fewer KV heads than ranks, several ranks have the same head. The largest number is a
+    multiple of all others, and at most `SET_SIZE_MAX`.
+    """
     parallel = config.parallel
     sizes = []
     for one in config.groups:
@@ -178,7 +176,6 @@ def set_sizes_of(config: Any, kv_cache_config: Any) -> tuple[int, ...]:
 
 
 def _replicas(spec: Any, tensor_parallel: int, decode_context_parallel: int) -> int:
-    """Return the number of consecutive tensor-parallel ranks with equal KV of a layer."""
     if not isinstance(spec, AttentionSpec) or spec.max_tp_shards is None:
         return 1
     if spec.dcp_sharded and decode_context_parallel > 1:
@@ -187,10 +184,8 @@ def _replicas(spec: Any, tensor_parallel: int, decode_context_parallel: int) -> 
 
 
 def geometry_of(config: Any, layers: LayerCaches, *, one_copy: bool = False) -> CacheGeometry:
-    """Return the geometry of the groups that vLLM offloads, on this rank.
-
-    With `one_copy`, ranks with equal bytes of a group form a set; otherwise each rank is a set.
-    """
+    """Return this rank's geometry of the groups that vLLM offloads. With `one_copy`, ranks with
+    equal bytes of a group form a set; otherwise each rank is a set."""
     groups = groups_of(config, layers.config)
     set_sizes = set_sizes_of(config, layers.config) if one_copy else ()
     tensors = [(group, layers.tensors(group.group_id)) for group in groups]
@@ -198,10 +193,10 @@ def geometry_of(config: Any, layers: LayerCaches, *, one_copy: bool = False) -> 
 
 
 def facts_of(config: Any, kv_cache_config: Any) -> list[dict[str, Any]]:
-    """Return, by group, the facts that determine its chunks' bytes, except model and layout.
+    """Return, by group, the facts that determine the bytes of chunks, except model and layout.
 
-    The facts are the same on all ranks. A pipeline stage knows only its own layers, so facts about
-    layers are omitted there; the layers follow from the model and its division into stages.
+    The facts are the same on all ranks: with several pipeline stages, each of which knows only its
+    own layers, they omit the layers, which follow from the model and its division into stages.
     """
     facts = []
     for one in config.groups:
@@ -215,7 +210,6 @@ def facts_of(config: Any, kv_cache_config: Any) -> list[dict[str, Any]]:
 
 
 def _kind_facts(spec: Any) -> dict[str, Any]:
-    """Return the facts that all layers of a group share."""
     kind = _KINDS[type(spec)]
     facts = {"kind": kind.name.lower()}
     for name in (_SPAN_TOKENS.get(kind), "mamba_cache_mode" if kind is GroupKind.STATE else None):
@@ -225,7 +219,6 @@ def _kind_facts(spec: Any) -> dict[str, Any]:
 
 
 def _layer_facts(group: Any) -> list[tuple[list[str], dict[str, Any]]]:
-    """Return runs of consecutive layers with equal pages."""
     runs: list[tuple[list[str], dict[str, Any]]] = []
     for name, spec in specs_of(group).items():
         known: dict[str, Any] = {"page_bytes": _page_bytes(spec)}
@@ -238,15 +231,14 @@ def _layer_facts(group: Any) -> list[tuple[list[str], dict[str, Any]]]:
 
 
 def _page_bytes(spec: Any) -> int:
-    """Return the bytes of one block of one layer, without padding."""
     if isinstance(spec, AttentionSpec):
         return int(spec.unpadded_page_size_bytes)
     return int(replace(spec, page_size_padded=None).page_size_bytes)
 
 
 def _placed_bytes(spec: Any, stride: int) -> int:
-    """Return the bytes of one block of one layer: without padding if `spec` fits pages that are
-    `stride` apart, else `stride`."""
+    """Return the bytes of a layer's block: unpadded if `spec` fits pages `stride` apart, else
+    `stride`."""
     padding = stride - spec.page_size_bytes
     return _page_bytes(spec) if 0 <= padding < spec.get_block_stride_alignment() else stride
 
@@ -257,13 +249,6 @@ def _reach_tokens(kind: GroupKind, spec: Any) -> int | None:
     return int(spec.attention_chunk_size) if kind is GroupKind.LOCAL else None
 
 
-# The boundaries at which vLLM keeps windows and states and offers them for storage.
-#
-# By default vLLM keeps windows and states only at the end of a prompt, so no part of an answer is
-# ever found again. Here vLLM keeps boundaries at a fixed distance, and its offloading scheduler
-# offers all windows that are still in GPU memory; `manager/stores.py` selects from them.
-
-
 def keep_boundaries(
     scheduler: Any,
     vllm_config: Any,
@@ -271,14 +256,15 @@ def keep_boundaries(
     groups: Sequence[Group],
     asked: int | Literal["auto"],
 ) -> int:
-    """Configure vLLM's boundaries. Return the tokens between two lasting boundaries, or 0 if vLLM
-    chooses what is stored.
+    """Make vLLM keep windows and states at a fixed distance and offer all of them.
 
-    Must run before vLLM creates its KV cache manager. `scheduler` is vLLM's offloading scheduler.
-    `groups` are the offloaded groups. `asked` is the configured `boundary_tokens`.
+    Return the tokens between two lasting boundaries, or 0 if vLLM keeps its default: only the end
+    of each prompt, so that no part of an answer is found. `manager/stores.py` selects from the
+    offered chunks. `scheduler` is vLLM's offloading scheduler, whose KV cache manager must not
+    exist yet. `asked` is the configured `boundary_tokens`.
     """
     unit = unit_tokens(groups)
-    # The chunks of all groups end together only at common multiples of their lengths.
+    # Chunks of all groups end together only at common multiples of their lengths.
     scheduler.config = scheduler.config._replace(alignment_tokens=unit)
     if not any(group.kind in SPARSE for group in groups):
         return 0
@@ -290,7 +276,7 @@ def keep_boundaries(
         resolve_dcp_kv_block_size(one.kv_cache_spec, parallel)
         for one in kv_cache_config.kv_cache_groups
     ]
-    unit = math.lcm(unit, *blocks)  # vLLM's interval must be a multiple of these too
+    unit = math.lcm(unit, *blocks)  # vLLM's interval must be a multiple of each block's tokens
     if given:
         every = math.lcm(unit, given)
     elif asked == "auto":
@@ -301,6 +287,6 @@ def keep_boundaries(
         interval = kept_every(groups, unit, every)
         kv_cache_config.prefix_cache_retention_interval = interval
         vllm_config.cache_config.prefix_cache_retention_interval = interval
-    # vLLM then offers all windows, instead of choosing some, and the states that it keeps.
+    # None: vLLM offers all windows, and the states that it keeps.
     scheduler.config = scheduler.config._replace(retention_interval=None)
     return every

@@ -1,32 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """An orchestrator's advice on the KV of a request.
 
-It arrives as vLLM's `kv_hints`, or over HTTP, where vLLM's Python server drops that field, as the
-same envelope in `kv_transfer_params: {"kv_hint": …}`; such a request gets an answer per action.
+Advice arrives as vLLM's `kv_hints` or, because vLLM's Python server drops this field, as the same
+envelope in `kv_transfer_params: {"kv_hint": …}`, which gets an answer per action.
 
-vLLM defines only the envelope, a list of actions with a type, a version and a payload, but no
-actions. Four are supported here, in the form that their authors published. Other actions, other
-major versions and malformed payloads are counted and ignored. Advice never causes an error, applies
-only to the request that carries it, and never overrides what the request or the operator specifies.
+vLLM defines only the envelope: a list of actions with a type, a version and a payload. Four actions
+are supported, in the form that their authors published. Other actions, other major versions and
+malformed payloads are counted and ignored. Advice never causes an error, applies only to its own
+request, and never overrides the request's parameters or the configuration.
 
-* `kv.prefetch` 1.x, empty payload: the request's chunks are fetched from the pool before those of
-  other waiting requests.
-* `kv.fetch` 1.x, `{"source_control_endpoint", "block_hashes"}`: the same. The endpoint belongs to a
-  process that cannot read pools, so it is ignored, and so is the list of blocks.
+* `kv.prefetch` 1.x, empty payload: the request's chunks are prefetched before the chunks of other
+  waiting requests.
+* `kv.fetch` 1.x, `{"source_control_endpoint", "block_hashes"}`: the same; both fields are ignored,
+  because the endpoint belongs to a process that cannot read pools.
 * `kv.retain` 1.x, `{"directives": [{"start", "end", "priority", "duration"} or {"covers_output",
   …}]}`: chunks that end in a range of tokens are retained for `duration` seconds after the
   request's end, in a session per directive. Without a duration they are only kept longer, as if
   another request had used them. A priority or duration of 0 retains nothing.
 * `kv.demote` 1.x, `{}` or `{"session_id"}` of the request's own session: when the request ends, its
-  chunks are the next to be moved from pinned memory to the pool.
+  chunks are the next to be demoted from pinned memory to the pool.
 
-A router names helpers elsewhere, in `kv_transfer_params: {"nvmeof": {"helpers": [...]}}`, which
-other connectors ignore. Only configured peers named there may then read for the request.
-`{"nvmeof": {"explain": true}}` logs the request's record when the request ends.
+Keys in `kv_transfer_params: {"nvmeof": {…}}`, which other connectors ignore:
 
-`{"nvmeof": {"retain_s", "priority", "session"}}` retains the request's chunks in both tiers for
-that many seconds after its end. `session` names what several requests with the same `cache_salt`
-retain together; the last one sets time and priority, and 0 s drops the session.
+* `helpers`, a list: only these of the configured peers may read for the request.
+* `explain`, true: log the request's record when the request ends.
+* `retain_s`, `priority` and `session`: retain the request's chunks in both tiers for `retain_s`
+  seconds after its end. Requests with the same `cache_salt` can share a `session`, for which the
+  last request sets time and priority; 0 s drops the session.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from typing import Any, NamedTuple
 from vllm_nvmeof_offload.manager.core import RETAIN_S_MAX, SessionIds
 from vllm_nvmeof_offload.pool.format import client_of
 
-#: The most actions that are read per request; the rest are counted as unknown.
+#: The most actions that are read per request; further actions are counted as unknown.
 _ACTIONS_MAX = 16
 _DIRECTIVES_MAX = 128
 _DIRECTIVE_KEYS = {"start", "end", "priority", "duration", "covers_output"}
 _PRIORITY_MAX = 100
 _HELPERS_MAX = 64
-#: The longest id of an action that an answer repeats; a longer one is null there.
+#: The longest action id that an answer repeats; a longer id becomes null.
 _ID_CHARS_MAX = 128
 _SESSION_CHARS_MAX = 256
 _RETENTION_KEYS = {"retain_s", "priority", "session"}
@@ -54,16 +54,14 @@ _FETCH_KEYS = {"source_control_endpoint": str, "block_hashes": list}
 
 
 class Retention(NamedTuple):
-    """A request to retain chunks for this many seconds; 0 drops the session."""
-
     seconds: int
     priority: int
     session: SessionIds
 
 
 class TokenRange(NamedTuple):
-    """Tokens whose chunks are kept longer or, with `retention`, retained. `end` is exclusive, or
-    None for no end."""
+    """Tokens whose chunks are kept longer or, with `retention`, retained. `end` is exclusive; None
+    for no end."""
 
     first: int
     end: int | None
@@ -76,7 +74,7 @@ class TokenRange(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Advice:
     """The advice on a request. `helpers` is as in `LoadCommand`. `answers` has an entry per action
-    of a `kv_hint`, `retention_answer` is empty unless the request has keys of `retention`."""
+    of a `kv_hint`; `retention_answer` is empty without keys of `retention`."""
 
     prefetch: bool = False
     retain: tuple[TokenRange, ...] = ()
@@ -87,7 +85,7 @@ class Advice:
     retention_answer: str = ""
 
     def together(self, other: Advice) -> Advice:
-        """Return this advice and `other`, with the helpers of the first and the other's answers."""
+        """Return both advices combined, with our helpers and retention, and the other's answers."""
         return Advice(
             self.prefetch or other.prefetch,
             self.retain + other.retain,
@@ -99,13 +97,12 @@ class Advice:
         )
 
     def kept(self, ends: Iterable[int]) -> list[int]:
-        """Return the positions of chunks to keep longer. `ends` are the chunks' exclusive ends."""
+        """Return the positions of chunks to keep longer. `ends` are the chunks' ends in tokens."""
         ranges = [one for one in self.retain if one.retention is None]
         return [at for at, end in enumerate(ends) if any(one.contains(end) for one in ranges)]
 
     def retentions(self) -> list[tuple[Retention, TokenRange]]:
-        """Return what to retain when the request ends. -1 is before every chunk."""
-        every = TokenRange(-1, None, self.retention)
+        every = TokenRange(-1, None, self.retention)  # -1 is before every chunk
         found = ((one.retention, one) for one in (*self.retain, every))
         return [(asked, one) for asked, one in found if asked and asked.seconds]
 
@@ -118,11 +115,11 @@ def advice_of(
     may_prefetch: bool = True,
     may_retain: bool = True,
 ) -> Advice:
-    """Read the hints for `request` in `envelope`, an object or the dictionary from a JSON object.
+    """Read the hints for `request` in `envelope`, an object or a dictionary from JSON.
 
     `count` is called for each action with its kind, `unknown` or `malformed`. Without
-    `may_prefetch`, the answer to a prefetch is that nothing was done. Without `may_retain`,
-    durations have no effect.
+    `may_prefetch`, the answer to a prefetch is "nothing". Without `may_retain`, durations have no
+    effect.
     """
     prefetch = demote = False
     retain: list[TokenRange] = []
@@ -144,7 +141,7 @@ def advice_of(
         elif kind == "fetch":
             done = "prefetch" if _is_fetch(payload) else "malformed"
         elif not payload or (kind == "demote" and _is_own(payload, request)):
-            done = kind  # a payload may also name blocks other than the request's
+            done = kind  # other payloads may name blocks of other requests
         prefetch, demote = prefetch or done == "prefetch", demote or done == "demote"
         count(done)
         if number < _ACTIONS_MAX:
@@ -158,7 +155,6 @@ def advice_of(
 
 
 def wants_record(params: Any) -> bool:
-    """Return whether a request's `kv_transfer_params` ask for its record in the log."""
     ours = params.get("nvmeof") if isinstance(params, dict) else None
     return isinstance(ours, dict) and ours.get("explain") is True
 
@@ -166,8 +162,8 @@ def wants_record(params: Any) -> bool:
 def helpers_of(params: Any, peers: Sequence[str], count: Callable[[str], None]) -> int | None:
     """Convert a request's `kv_transfer_params` to `LoadCommand.helpers`.
 
-    `peers` are the configured ones; names must match exactly. `count` is called for each helper
-    with `known` or `unknown`, or once with `malformed` for a hint that is ignored.
+    Names must equal those in `peers`. `count` is called for each helper with `known` or `unknown`,
+    or once with `malformed` for a hint that is ignored.
     """
     ours = params.get("nvmeof") if isinstance(params, dict) else None
     if ours is None or (isinstance(ours, dict) and "helpers" not in ours):
@@ -183,10 +179,8 @@ def helpers_of(params: Any, peers: Sequence[str], count: Callable[[str], None]) 
 
 
 def retention_of(params: Any, request: Any, count: Callable[[str], None]) -> Advice:
-    """Read the keys of `Retention` in a request's `kv_transfer_params`.
-
-    `count` is called with `retain`, `drop` or `malformed` if there are any.
-    """
+    """Read the keys of `Retention` in a request's `kv_transfer_params`. With any such key, `count`
+    is called with `retain`, `drop` or `malformed`."""
     ours = params.get("nvmeof") if isinstance(params, dict) else None
     if not isinstance(ours, dict) or _RETENTION_KEYS.isdisjoint(ours):
         return Advice()
@@ -202,7 +196,7 @@ def retention_of(params: Any, request: Any, count: Callable[[str], None]) -> Adv
     count(done)
     whose = f"session {name}" if is_name else f"request {request.request_id}"
     session = _session_ids(request, whose)
-    # At least a second, because 0 is a drop.
+    # Round up, because 0 is a drop.
     retention = Retention(math.ceil(seconds), priority, session)
     return Advice(retention=retention, retention_answer=done)
 
@@ -225,7 +219,6 @@ def _id(action: Any) -> str | None:
 
 
 def _kind(action: Any) -> str | None:
-    """Return the kind of an action, or None if unknown."""
     major = str(_field(action, "action_version", "")).partition(".")[0]
     family, _, kind = str(_field(action, "action_type", "")).partition(".")
     known = family == "kv" and kind in ("prefetch", "fetch", "retain", "demote") and major == "1"
@@ -242,7 +235,6 @@ def _is_own(payload: dict[str, Any], request: Any) -> bool:
 
 
 def _ranges(payload: dict[str, Any], request: Any) -> list[TokenRange] | None:
-    """Return the ranges to retain, or None if the payload is malformed."""
     directives = payload.get("directives")
     if not isinstance(directives, list) or len(directives) > _DIRECTIVES_MAX:
         return None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's OffloadingManager, implemented as a thin adapter over `manager.core`.
 
-vLLM creates the manager with the connector and delivers the ranks' handshake in
-`EngineCore.__init__`, before the first request. `attach` then creates the core, whose sizes are in
-the handshake.
+vLLM creates the manager with the connector, and delivers the ranks' handshake before the first
+request. `attach` then creates the core with the sizes in the handshake.
 """
 
 from __future__ import annotations
@@ -75,22 +74,19 @@ _HIT_SOURCES = vllm_release.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _EVERYWHERE = FROM_CPU | FROM_POOL
 
-#: The value that stands for a store in a pickled command, where a load has its helpers.
+#: The value that represents a store in a pickled command, in place of a load's helpers.
 _IS_STORE = -1
 
-#: The longest time between two exports of all gauges, and of time counters when idle.
+#: The maximum time between two exports of all gauges, and of time counters when idle.
 _EXPORT_PERIOD_S = 1.0
 
 
-@dataclass  # creating a frozen one takes several times as long
+@dataclass  # a frozen dataclass takes several times as long to create
 class CommandSpec(LoadStoreSpec):
-    """The command in a transfer job that vLLM sends to the workers."""
-
     command: StoreCommand | LoadCommand
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as one call with plain fields, because a step may have hundreds of jobs. The
-        default would pickle three objects, each at the cost of this call."""
+        """Pickle as one call with plain fields: the default pickles three objects per job."""
         op, batch, *helpers = self.command
         return _unpickled, (helpers[0] if helpers else _IS_STORE, op, *batch)
 
@@ -103,10 +99,9 @@ def _unpickled(helpers: int | None, op: int, *columns: bytes) -> CommandSpec:
 
 @dataclass
 class _RequestState:
-    """The state of a request. `used` lists the chunks of its jobs; `advice` is from its kv_hints.
-    `client` is `client_of` its salt. `loaded` contains its last load's chunks and `ends`, with
-    several groups, the tokens up to the end of each. `refused` chunks found no room; while there
-    are any, `offered` lists all chunks."""
+    """The state of a request. `used` lists the chunks of its jobs. `loaded` has the chunks of its
+    last load and, with several groups, `ends` the tokens up to the end of each. `refused` chunks
+    found no room; while there are any, `offered` lists all chunks."""
 
     used: list[Collection[bytes]]
     refused: set[bytes] = field(default_factory=set, init=False)
@@ -120,11 +115,11 @@ class _RequestState:
 class NVMeoFOffloadingManager(OffloadingManager):
     """The manager, called on EngineCore's main thread. It does no I/O and never blocks.
 
-    Before `attach` there are no requests, events or metrics: only `reset_cache`,
-    `weights_may_have_changed` and those calls of vLLM that concern no chunks are possible.
+    Before `attach` there are no requests, events or metrics. Only `reset_cache`,
+    `weights_may_have_changed` and vLLM's calls without chunks are then possible.
     """
 
-    #: Set by `attach`. `sources_of` returns the sources that a request's filter allows.
+    #: Set by `attach`. `sources_of` returns the sources that a filter allows.
     sources_of: Callable[[TierFilter], int]
     look_ups: LookUps
     _metrics: MetricsCollector
@@ -148,12 +143,12 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._void = False  # whether a reset preceded the core's creation
         self._weights_changed = False  # whether new weights preceded the core's creation
         self._keyspace = ""  # empty if names of weights have no effect
-        self._version = ""  # the last name given by the operator
+        self._version = ""  # the last name from the operator
         self._steps = StepMeter(clock)
         self._scheduler_s = 0.0
-        self._exported_s = self._all_exported_s = 0.0  # the last export, and the last of all gauges
+        self._exported_s = self._all_exported_s = 0.0  # the last exports: any, and of all gauges
         self._export_due = False  # true after `attach`
-        #: The locality of each tier as seen from this engine; None if unknown.
+        #: The locality of each tier relative to this engine; None if unknown.
         self._localities: dict[Source, Locality | None] = {Source.CPU: Locality.LOCAL}
         self._labels = dict.fromkeys(CONFIG_LABELS, "")
         self._follower: Companion | None = None  # None if nothing is shared
@@ -170,7 +165,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     @property
     def is_attached(self) -> bool:
-        """Whether the core has been created."""
         return self._core is not None
 
     # -- look-up and jobs -------------------------------------------------------------
@@ -181,7 +175,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
         raise AssertionError("vLLM delivers the handshake before any request")
 
     def load_sources(self, req_context: ReqContext, first: int, tokens: int) -> dict[Any, int]:
-        """Return how many of the last load's tokens (`tokens` from `first` on) each tier held."""
         state = req_context.get_state(_RequestState)
         if not tokens or state is None or state.loaded is None:
             return {}
@@ -190,7 +183,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         counts = {
             _HIT_SOURCES.HOST: cpu,
             _HIT_SOURCES.DISK: pool + shared,
-            # Outside every window.
+            # Tokens outside every window.
             _HIT_SOURCES.EXTERNAL_UNSPECIFIED: tokens - cpu - pool - shared,
         }
         return {source: count for source, count in counts.items() if count}
@@ -255,12 +248,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
         state.used.append(offered)
 
     def take_refused(self) -> dict[str, list[bytes]]:
-        """Return, by request, the offered chunks that were refused since the last call."""
         refused, self._refused = self._refused, {}
         return refused
 
-    # `complete_store` and `complete_load` remain vLLM's no-ops, because the core gets outcomes from
-    # the workers' reports, which also cover jobs that vLLM forgot in a reset.
+    # `complete_store` and `complete_load` remain vLLM's no-ops: the core gets outcomes from the
+    # workers' reports, which also cover jobs that vLLM forgot in a reset.
 
     # -- requests and steps -----------------------------------------------------------
 
@@ -268,13 +260,13 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        # vLLM calls this once it will store no more chunks of the request.
+        # vLLM will store no more chunks of the request.
         self.suspension.ended(req_context.req_id)
         if self._boundaries is not None:
             self._boundaries.ended(req_context.req_id)
         state = req_context.get_state(_RequestState)
         if state is not None:
-            if state.refused:  # others may have stored some
+            if state.refused:  # other requests may have stored some of these chunks
                 still = self.core.present(list(state.refused)).count(0)
                 self.core.counters["unstored_chunks", "no_room"] += still
             used = list(itertools.chain.from_iterable(state.used))
@@ -286,8 +278,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
                 logger.info("request %s", json.dumps(record))
 
     def advise(self, req_context: ReqContext, request: Any, *, may_prefetch: bool = True) -> Advice:
-        """Return an orchestrator's advice on the KV of a request that has just arrived.
-        `may_prefetch`: the request's chunks may be fetched while it waits."""
+        """Return an orchestrator's advice on the KV of a new request. With `may_prefetch`, the
+        request's chunks may be prefetched while it waits."""
         counters = self.core.counters
 
         def count(kind: str) -> None:
@@ -318,7 +310,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return advice
 
     def answers(self, req_context: ReqContext) -> dict[str, Any]:
-        """Return what became of the hints in the request's `kv_transfer_params`, if any."""
         state = req_context.get_state(_RequestState)
         advice = state.advice if state is not None else None
         found: dict[str, Any] = {}
@@ -329,7 +320,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return found
 
     def _follow(self, advice: Advice, req_context: ReqContext) -> None:
-        """Apply the advice on a request that has ended."""
         keys = self.waiting.keys(req_context.req_id) if self.waiting else []
         if advice.demote:
             self.core.cool(keys)
@@ -343,7 +333,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
             self.core.retain(of, every, asked.session, asked.seconds, asked.priority)
 
     def step_scheduled(self, scheduler_output: Any) -> None:
-        """Record that vLLM has scheduled a step. Call before the step's commands are taken."""
+        """Record that vLLM has scheduled a step. Call this before the step's commands are taken."""
         assert self.waiting is not None
         tokens = scheduler_output.num_scheduled_tokens
         if tokens:
@@ -356,8 +346,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.suspension.log_while_it_lasts()
 
     def step_ended(self, scheduler_s: float) -> None:
-        """Record that a step's output has arrived and was applied. `scheduler_s` is the time spent
-        in the connector's scheduler side since the last call."""
+        """Record that a step's output was applied. `scheduler_s` is the time in the connector's
+        scheduler side since the last call."""
         self._steps.ended()
         admission, steps = self.core.admission, self._steps
         admission.prefill_rate, admission.prefill_depth = steps.prefill_rate, steps.depth
@@ -365,7 +355,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._scheduler_s += scheduler_s
 
     def has_pending_work(self) -> bool:
-        """Return whether the engine must keep stepping, because reports are awaited.
+        """Return whether the engine must keep stepping to receive reports.
 
         Pending writes count only for a bounded time after the last token, because stepping occupies
         a core and blocks pause, sleep and shutdown. The writes continue with the next request.
@@ -379,11 +369,10 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
     @property
     def has_events(self) -> bool:
-        """Return whether `take_events` would yield any events."""
         return self._core is not None and bool(self._core.changed_keys)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Yield events for chunks that entered or left a tier, oldest first, as one step allows."""
+        """Yield events for chunks that entered or left a tier, oldest first, at most a step's."""
         for change in self._core.take_changes() if self._core is not None else ():
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in change.keys],
@@ -404,8 +393,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
             logger.info("a reset invalidated all offloaded KV: %d chunks", entries)
 
     def weights_may_have_changed(self, *, known: bool) -> bool:
-        """Record that weights have changed (`known`) or may have. Return whether all chunks are
-        now invalid, so that a reset and a suspension must follow."""
+        """Record that weights have changed or, unless `known`, may have. Return whether this
+        invalidates all chunks, so that a reset and a suspension must follow."""
         if not known and self.config.weights_never_change:
             return False
         self._weights_changed = True
@@ -414,10 +403,10 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return True
 
     def name_weights(self, version: str) -> bool:
-        """Record that all ranks now have this version of the weights, under this name.
+        """Record that all ranks now have the weights with this name.
 
-        Returns whether that invalidates all chunks, so that a reset must follow. It does not if the
-        name is the same as before or names have no effect.
+        Return whether this invalidates all chunks, so that a reset must follow; it does unless the
+        name is unchanged or names have no effect.
         """
         if not self._keyspace:
             return False
@@ -426,14 +415,13 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return is_new
 
     def who_shares(self) -> str:
-        """Log and return which servers share chunks, after the weights have been named."""
         if not self._keyspace:
             text = f"the name of the weights has no effect: {NAMELESS}"
             logger.warning("%s", text)
             return text
-        text = f"the weights are {self._version!r}; servers whose weights have this name load "
-        text += "chunks stored after this"
-        text += ", and this one loads theirs" if self._follower else "; this one loads nothing"
+        text = f"the weights are named {self._version!r}; servers with weights of this name load "
+        text += "chunks that this server stores from now on"
+        text += ", and this server loads theirs" if self._follower else "; it loads none of theirs"
         logger.info("%s", text)
         return text
 
@@ -454,9 +442,9 @@ class NVMeoFOffloadingManager(OffloadingManager):
         """Create the core from the workers' handshake.
 
         `key_bytes` is the length of every offload key. `groups` are the offloaded groups, by
-        position. `queue` gives access to vLLM's queue. `boundary_tokens` is the result of
-        `keep_boundaries`. `tail_tokens` is as in `BoundaryStores`. `share` is None if nothing is
-        shared with other servers, and `export` is None if vLLM alone exports the metrics.
+        position. `boundary_tokens` is the result of `keep_boundaries`. `tail_tokens` is as in
+        `BoundaryStores`. `share` is None if no chunks are shared with other servers; `export` is
+        None if only vLLM exports the metrics.
         """
         assert self._core is None, "a second handshake"
         ordered = sorted(hellos, key=lambda hello: hello.rank)
@@ -476,7 +464,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         )
         self._core = core
         self._localities[Source.POOL] = _locality(ordered)
-        # Not a bound method, because Python cannot collect a cycle through a native object.
+        # A partial, not a bound method: Python cannot collect a cycle through a native object.
         self.sources_of = partial(_sources_of, self._localities)
         self.look_ups = core.look_ups(self.sources_of, LookupResult.HIT, LookupResult.MISS)
         self.lookup = self.look_ups.lookup  # type: ignore[assignment,method-assign]
@@ -506,7 +494,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return self.core.take_commands()
 
     def report(self, reports: Iterable[Report], worker_counters: Counts) -> None:
-        """Apply the workers' reports. Call before vLLM's next look-up."""
+        """Apply the workers' reports. Call this before vLLM's next look-up."""
         self.core.report(reports)
         self.core.counters.add(worker_counters)
         self._failure_log.log_new()
@@ -514,7 +502,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._core is None:
             return None
-        # Called once per step. Most steps change only times, which are exported periodically.
+        # Most steps change only times, which are exported periodically.
         self._count_look_ups()
         activity, now_s = self._core.activity(), self._clock()
         quiet = not self._export_due and activity == self._activity_seen
@@ -545,7 +533,6 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return [dict(self._labels)]
 
     def _count(self) -> None:
-        """Move the counts kept here into the core's counters."""
         counters, steps = self.core.counters, self._steps
         counters["scheduler_seconds"] += self._scheduler_s
         counters["scheduler_steps"] += steps.steps
@@ -561,8 +548,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
             counters["lookups", result] += amount
 
     def _ends(self, keys: Sequence[bytes], req_context: ReqContext) -> npt.NDArray[np.int64] | None:
-        """Return the request's tokens up to the end of each key's chunk; None with full attention
-        only, because vLLM then passes the keys in prefix order."""
+        """Return the request's tokens up to the end of each key's chunk, or None with only full
+        attention, because vLLM then passes the keys in prefix order."""
         if self.core.config.full_attention_only:
             return None
         return np.array([*map(req_context.get_offload_key_position, keys)], np.int64)
@@ -576,7 +563,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
 
 
 def _sources_of(localities: Mapping[Source, Locality | None], tiers: TierFilter) -> int:
-    """Return the sources that the filter `tiers` allows. An unknown locality is allowed."""
+    """Return the sources that the filter `tiers` allows. Any filter allows an unknown locality."""
     if tiers is TierFilter.ALL:
         return _EVERYWHERE
     cpu = FROM_CPU if tiers.allows(Medium.CPU, localities[Source.CPU]) else 0
@@ -585,7 +572,6 @@ def _sources_of(localities: Mapping[Source, Locality | None], tiers: TierFilter)
 
 
 def _locality(hellos: Sequence[RankHello]) -> Locality | None:
-    """Return the pool's locality: remote if any rank's part is remote; None if unknown."""
     remote = {one for hello in hellos for one in hello.remote}
     if True in remote:
         return Locality.REMOTE
@@ -597,7 +583,6 @@ def _offload_keys(keys: list[bytes]) -> list[OffloadKey]:
 
 
 def _computed_before(scheduler_output: Any) -> dict[str, int]:
-    """Return, by scheduled request, the number of tokens computed before the step."""
     found = {one.req_id: one.num_computed_tokens for one in scheduler_output.scheduled_new_reqs}
     cached = scheduler_output.scheduled_cached_reqs
     return found | dict(zip(cached.req_ids, cached.num_computed_tokens, strict=True))

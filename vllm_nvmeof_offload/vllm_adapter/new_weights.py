@@ -1,28 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Events in vLLM's processes that our connector must know about.
+"""Events in vLLM's processes that our connector must detect.
 
 **New weights.** vLLM notifies a connector only of resets. New weights reach the workers without
-the scheduler (`reload_weights`, the weight transfer API, a user's function), and the
-`reset_prefix_cache` that should follow skips connectors unless `reset_connector` is given. The new
-weights would then use KV that the old weights computed. All such calls go through
-`EngineCore.collective_rpc`, in the process of the connector's scheduler side. An adapter is loaded
-by `EngineCore.add_lora`, or by the workers for the first request that names it
-(`EngineCore.add_request`). These three methods are wrapped when the connector is created or, in a
-vLLM that has this package in its tree, when the class is defined. A program that changes weights
-without the engine (a custom executor, a worker with its own listener) must itself reset vLLM's
-prefix cache with `reset_connector`.
+the scheduler (`reload_weights`, the weight transfer API, a user's function), and the subsequent
+`reset_prefix_cache` skips connectors unless `reset_connector` is given. The new weights would then
+use KV of the old weights. All such calls go through `EngineCore.collective_rpc`, in the process of
+the connector's scheduler side. An adapter is loaded by `EngineCore.add_lora`, or by the workers for
+the first request that names it (`EngineCore.add_request`). These three methods are wrapped when the
+connector is created or, in a vLLM with this package in its tree, when the class is defined. A
+program that changes weights without the engine (a custom executor, a worker with its own listener)
+must reset vLLM's prefix cache with `reset_connector`.
 
-The operator may name the new weights, so that servers with equal names share chunks; the name is
-not verified. It can be given in a call of ours, which `collective_rpc` answers without the workers;
-in an extra argument of the call that completes the update, removed before the workers get the call;
-or, if configured, in vLLM's own `EngineCore.set_weight_version`, which some releases lack.
+The operator can name the new weights, so that servers with equal names share chunks; the name is
+not verified. It is given in a call of ours, which `collective_rpc` answers without the workers; in
+an extra argument of the last call of an update, removed before the workers get the call; or, if
+configured, in vLLM's own `EngineCore.set_weight_version`, which some releases lack.
 
 **Pause and sleep.** vLLM resets its connectors in each pause that clears caches, because weights
-may change. Usually they stay, so `_reset_caches` is wrapped and `PausedTiers` compares them.
+may change. Usually they do not, so `_reset_caches` is wrapped and `PausedTiers` compares them.
 
-**Death of the API server.** vLLM's engine process outlives a killed API server. The engine then
-serves no requests, but keeps its memory, its GPU and the lock on its pool, so that the next server
-would start with an empty pool. It therefore exits too, unless it runs in its user's own process.
+**Exit of the API server.** vLLM's engine process outlives a killed API server. It then serves no
+requests, but keeps its memory, its GPU and the lock on its pool, and the next server would start
+with an empty pool. The engine therefore exits too, unless it runs in its user's own process.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ KNOWN_TO_CHANGE = frozenset(
         *("start_weight_update", "start_draft_weight_update", "finish_weight_update"),
     }
 )
-#: Calls of vLLM's own API that do not change weights. Any other call may, such as a user's own.
+#: Calls of vLLM's own API that do not change weights. Any other call may change weights.
 HARMLESS = frozenset(
     {
         *("add_lora", "list_loras", "pin_lora", "remove_lora"),
@@ -72,7 +71,7 @@ HARMLESS = frozenset(
 NAME_WEIGHTS = "nvmeof_weights_version"
 #: The argument of vLLM's calls that names the weights.
 ARGUMENT = "weights_version"
-#: Calls after which the weights are complete.
+#: Calls that complete an update.
 WHOLE = frozenset({"load_model", "reload_weights", "finish_weight_update"})
 _CHARACTERS_MAX = 128
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+=-]*")
@@ -81,10 +80,8 @@ _OPTIONAL = frozenset({"set_weight_version", "_reset_caches"})
 
 
 def install(engine_core: _Class) -> _Class:
-    """Wrap methods of vLLM's `EngineCore`, once. Engines without our connector behave as before.
-
-    Returns the class, so that a vLLM with this package in its tree can use it as a decorator.
-    """
+    """Wrap methods of vLLM's `EngineCore`. Idempotent. Other connectors' engines are not affected.
+    Return the class: a vLLM with this package in its tree uses this function as a decorator."""
     for name, wrap in (
         ("collective_rpc", _watch_calls),
         ("add_lora", _watch_adapters),
@@ -117,7 +114,7 @@ def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
         version = take_version(name, call) if is_ours and name in KNOWN_TO_CHANGE else None
         try:
             answer = stock(*call.args, **call.kwargs)
-        finally:  # a failed call may have done part of its work
+        finally:  # a failed call may have changed some weights
             if name not in HARMLESS:
                 text = name or getattr(method, "__name__", repr(method))
                 _notify(self, text, known=name in KNOWN_TO_CHANGE)
@@ -129,7 +126,7 @@ def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_version(what: str, version: object) -> str:
-    """Return the name if it is valid, else raise ConfigError. `what` is where it was given."""
+    """Return a valid name, or raise ConfigError. `what` is the argument or method with the name."""
     if not isinstance(version, str):
         raise ConfigError(what, version, "the name of the weights must be a string")
     if len(version) > _CHARACTERS_MAX:
@@ -149,7 +146,6 @@ def check_version(what: str, version: object) -> str:
 
 
 def version_of(call: inspect.BoundArguments) -> str:
-    """Return the name in a call of `nvmeof_weights_version`. Raises: ConfigError."""
     args = tuple(call.arguments.get("args") or ())
     kwargs = dict(call.arguments.get("kwargs") or {})
     given = (*args, *kwargs.values())
@@ -161,10 +157,8 @@ def version_of(call: inspect.BoundArguments) -> str:
 
 
 def take_version(method: str, call: inspect.BoundArguments) -> str | None:
-    """Remove the name from the arguments of a call that changes weights. Return it, or None.
-
-    Raises ConfigError before anything has changed.
-    """
+    """Remove the name from the arguments of a call that changes weights; return it, or None. Raises
+    ConfigError for a wrong name or call."""
     kwargs = dict(call.arguments.get("kwargs") or {})
     if ARGUMENT not in kwargs:
         return None
@@ -173,8 +167,8 @@ def take_version(method: str, call: inspect.BoundArguments) -> str | None:
         raise ConfigError(
             ARGUMENT,
             version,
-            f"{method} is not the last call of an update; name the weights with the last one "
-            f"({', '.join(sorted(WHOLE))}), or with {NAME_WEIGHTS} after it",
+            f"{method} is not the last call of an update; name the weights in the last call "
+            f"({', '.join(sorted(WHOLE))}), or in {NAME_WEIGHTS} afterwards",
         )
     call.arguments["kwargs"] = kwargs
     return check_version(ARGUMENT, version)
@@ -210,7 +204,6 @@ def _watch_pauses(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _paused_tiers(engine_core: Any) -> list[PausedTiers]:
-    """Return our connectors' `paused`, which can now read the engine's weights."""
     ours = [one.paused for one in _connectors_with(engine_core, "paused")]
     for one in ours:
         one.read = functools.partial(_fingerprints, engine_core)
@@ -218,11 +211,10 @@ def _paused_tiers(engine_core: Any) -> list[PausedTiers]:
 
 
 def _fingerprints(engine_core: Any) -> list[str] | None:
-    """Return the fingerprint of each rank's weights, or None if one is unknown. Blocks."""
     try:
         executor = engine_core.model_executor
         if executor.is_sleeping:
-            return None  # their memory may be unmapped
+            return None  # the weights' memory may be unmapped
         ranks: list[str] = executor.collective_rpc(weights_fingerprint)
     except Exception as error:  # noqa: BLE001 - whatever vLLM or a worker raised
         logger.warning("the weights in memory cannot be compared: %s", error)
@@ -237,10 +229,10 @@ def _watch_adapters(stock: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return stock(self, lora_request, *args, **kwargs)
         finally:
-            # If the files changed during the call, either state may have been read.
+            # If the files changed during the call, vLLM may have read either version.
             stamp = before if stamp_of(lora_request) == before else ""
             others = _adapters(self).note(lora_request, stamp)
-            # Block hashes contain an adapter's name and path, which stay the same.
+            # The adapter's name and path, which block hashes contain, have not changed.
             in_place = getattr(lora_request, "load_inplace", False)
             if in_place or others:
                 how = "load_inplace" if in_place else "different files"
@@ -274,12 +266,10 @@ def _notify(engine_core: Any, call: str, *, known: bool) -> None:
 
 
 def _name(engine_core: Any, version: str) -> list[str]:
-    """Record the weights' version in each connector. Return each one's text on the consequences."""
     return [one.name_weights(version) for one in _connectors_with(engine_core, "name_weights")]
 
 
 def _connectors_with(engine_core: Any, method: str) -> Iterator[Any]:
-    """Yield the engine's connectors that have this method, which are our own."""
     scheduler = getattr(engine_core, "scheduler", None)
     for connector in _connectors(getattr(scheduler, "connector", None)):
         if getattr(connector, method, None) is not None:
@@ -287,43 +277,41 @@ def _connectors_with(engine_core: Any, method: str) -> Iterator[Any]:
 
 
 def _connectors(connector: Any) -> Iterator[Any]:
-    """Yield the connector, and the connectors that it combines (`MultiConnector`)."""
     yield connector
     for child in getattr(connector, "sub_connectors", None) or ():
         yield from _connectors(child)
 
 
 class PausedTiers:
-    """Keeps both tiers over a pause or sleep in which the weights stay the same.
+    """Keeps both tiers over a pause or sleep in which the weights do not change.
 
-    The ranks' weights are compared bit by bit: before the first look-up after the pause, with those
-    before the first look-up after the last reset or the start. So a change that bypasses vLLM is
-    noticed too. During the pause nothing is looked up or stored, so an update need not invalidate
-    anything yet, nor need a crash: chunks on disk are those of the weights that their tag names. A
-    copy from GPU memory in progress invalidates both tiers, because sleep unmaps that memory.
+    The ranks' weights before the first look-up after the pause are compared, bit by bit, with the
+    weights before the first look-up after the last reset or start. This also detects a change that
+    bypasses vLLM. During the pause there are no look-ups or stores, so neither an update nor a
+    crash needs to invalidate chunks: the tag of chunks on disk names their weights. A copy from GPU
+    memory in progress invalidates both tiers, because sleep unmaps the memory.
     """
 
     def __init__(self, manager: Any) -> None:
         self._manager = manager
-        #: Returns the ranks' fingerprints, or None if unknown. Set when the engine is known.
+        #: Returns the ranks' fingerprints, or None if unknown. Set by `_paused_tiers`.
         self.read: Callable[[], list[str] | None] = lambda: None
-        self.undecided = False  # whether the tiers are kept, but the weights not compared yet
-        self.is_pausing = False  # whether a reset is a pause's
+        self.undecided = False  # whether the tiers are kept until the weights are compared
+        self.is_pausing = False  # whether a pause causes the present reset
         self._is_read = False  # whether `_weights` has been read since the last reset
-        self._weights: list[str] | None = None  # those of all chunks; None if unknown
+        self._weights: list[str] | None = None  # the weights of all chunks; None if unknown
         self._name = (b"", False)
 
     @property
     def is_due(self) -> bool:
-        """Whether `compare` must precede the next look-up."""
         return self.undecided or not self._is_read
 
     def keep(self, *, has_jobs: bool) -> bool:
-        """Return whether vLLM's present reset invalidates nothing yet. `has_jobs`: vLLM awaits
-        transfers."""
+        """Return whether vLLM's present reset must not invalidate the tiers yet. With `has_jobs`,
+        vLLM awaits transfers."""
         manager = self._manager
         if not self.is_pausing:
-            self.give_up()  # the user has requested this reset
+            self.give_up()  # the user requested the reset
         elif not self.undecided and manager.is_attached:
             if not self._is_read:
                 self._weights, self._is_read = self.read(), True
@@ -333,12 +321,12 @@ class PausedTiers:
         return self.undecided
 
     def give_up(self) -> None:
-        """Stop keeping the tiers. A reset must follow."""
+        """Stop keeping the tiers; a reset must follow."""
         self.undecided = self._is_read = False
 
     def compare(self) -> bool:
-        """Compare the weights after a pause, or read those of the next chunks. Return whether the
-        tiers stay valid, or else must be dropped. Blocks, once per start, reset or pause."""
+        """Compare the weights after a pause, or read the weights of the next chunks. Return whether
+        the tiers remain valid. Blocks, once per start, reset or pause."""
         core, before, was_undecided = self._manager.core, self._weights, self.undecided
         self._weights, self._is_read, self.undecided = self.read(), True, False
         if not was_undecided:
@@ -346,7 +334,7 @@ class PausedTiers:
         renamed = core.name[0] not in (b"", self._name[0])
         if self._weights == before and not renamed:
             core.name = self._name
-            logger.info("the weights are those from before the pause: all offloaded KV stays valid")
+            logger.info("the weights did not change in the pause: all offloaded KV remains valid")
             return True
         if not renamed:
             self._manager.weights_may_have_changed(known=True)
@@ -356,7 +344,7 @@ class PausedTiers:
 #: The start of vLLM's name for its engine process; a number may follow.
 _ENGINE = "EngineCore"
 _LOOK_S = 1.0
-#: The time that vLLM gets to exit by itself before this process is killed.
+#: The time for an orderly exit, after which this process is killed.
 _GRACE_S = 10.0
 
 _watching = False
@@ -369,7 +357,7 @@ def end_with_parent() -> None:
     if _watching or not multiprocessing.current_process().name.startswith(_ENGINE):
         return
     if parent is None or parent.pid != os.getppid():
-        return  # its parent is a fork server, whose exit means nothing
+        return  # the parent is a fork server, which may exit at any time
     _watching = True
     threading.Thread(target=_watch, args=(parent.pid,), name="orphan-watch", daemon=True).start()
 
@@ -385,7 +373,7 @@ def _watch(parent: int) -> None:
 
 @contextlib.contextmanager
 def logged_in_one_line() -> Iterator[None]:
-    """Log an `OffloadError` in one line and re-raise it, because vLLM buries it in tracebacks."""
+    """Log an `OffloadError` in one line and re-raise it, because vLLM adds long tracebacks."""
     try:
         yield
     except OffloadError as error:
@@ -396,7 +384,7 @@ def logged_in_one_line() -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class _Admission:
     """A request that got GPU blocks. `found` are the ids of blocks found in GPU memory. `loadable`
-    is the number of tokens that were found there or that we will load."""
+    is the number of tokens found there and of tokens that we will load."""
 
     request: Any
     found: frozenset[int]
@@ -404,17 +392,16 @@ class _Admission:
 
 
 class OldKV:
-    """Finds requests whose KV depends on weights that may have changed since, and suspends their
-    stores in `suspension`. There is one object per connector, on the scheduler's side.
+    """Finds requests with KV from earlier weights, and suspends their stores in `suspension`.
 
-    Chunks *stored* before the change are invalidated by a reset. KV depends on all KV before it.
-    So a request is *old* if it had GPU blocks when the weights changed, or reuses a block that an
-    old request computed. It stays old until it ends, or until it loses its blocks and is
-    admitted again without any of them. Old requests are not stored.
+    A reset invalidates chunks *stored* before the change. KV depends on all KV before it, so a
+    request is *old* if it had GPU blocks when the weights changed, or reuses a block that an old
+    request computed. It remains old until it ends, or until it loses its blocks and is admitted
+    again without any of them. Old requests are not stored.
 
     `began` empties vLLM's prefix cache, including blocks in use, and each `step` removes the blocks
-    that old requests have added. In between, another request may find such a block: while vLLM
-    schedules the very step that completes the block or, with asynchronous scheduling, right after
+    that old requests have added. Between two steps, another request can find such a block: while
+    vLLM schedules the step that completes the block or, with asynchronous scheduling, right after
     an output. Each admission is therefore compared with the blocks added since the last step.
     """
 
@@ -426,8 +413,8 @@ class OldKV:
         self._forgotten: dict[str, int] = {}  # old request → number of leading blocks forgotten
 
     def began(self, call: str, requests: Iterable[str], *, known: bool) -> None:
-        """Record that `call` has just changed weights (`known`) or may have. `requests` are the ids
-        of all requests in vLLM."""
+        """Record that `call` has changed weights or, unless `known`, may have. `requests` are the
+        ids of all requests in vLLM."""
         self._looked_up.clear()
         self._admitted.clear()
         self._forgotten.clear()
@@ -438,12 +425,11 @@ class OldKV:
         self._forget_all()
 
     def looked_up(self, request_id: str, local: int) -> None:
-        """Record that vLLM found `local` tokens in GPU memory for a request without blocks."""
         if self._old.requests:
             self._looked_up[request_id] = local
 
     def admitted(self, request: Any, blocks: Any, external: int) -> None:
-        """Record that a request got blocks. `external` is the number of tokens we will load."""
+        """Record that a request got blocks. `external` is the number of tokens to load."""
         local = self._looked_up.pop(request.request_id, None)
         if local is None:  # it had blocks before
             return
@@ -453,7 +439,7 @@ class OldKV:
         self._admitted[request.request_id] = _Admission(request, ids, local + external)
 
     def step(self, preempted: Iterable[str]) -> None:
-        """Record that vLLM has scheduled a step. Call before the step's stores are created."""
+        """Record that vLLM has scheduled a step. Call this before the step's stores are created."""
         self._looked_up.clear()
         admitted, self._admitted = self._admitted, {}
         if not self._old.requests:
@@ -465,7 +451,7 @@ class OldKV:
         for name in self._old.requests - admitted.keys():
             taint |= self._forget(name)
         for name, admission in admitted.items():
-            # Another connector may have loaded KV of earlier weights.
+            # Another connector may have loaded KV from earlier weights.
             foreign = admission.request.num_computed_tokens > admission.loadable
             if foreign or (admission.found and (lost or not taint.isdisjoint(admission.found))):
                 self._old.requests.add(name)
@@ -473,11 +459,10 @@ class OldKV:
             elif name in self._old.requests:
                 self._old.ended(name)
                 self._view.store_from_the_first(name)
-        if lost:  # the blocks that these requests had are no longer known
+        if lost:  # the earlier blocks of these requests are unknown
             self._forget_all()
 
     def finished(self, request_id: str) -> None:
-        """Record that a request is ending, while it still has its blocks."""
         self._looked_up.pop(request_id, None)
         self._admitted.pop(request_id, None)
         if request_id in self._old.requests:
@@ -489,7 +474,6 @@ class OldKV:
         return self._view.kv_cache_manager()
 
     def _blocks(self, request_id: str) -> Any:
-        """Return the request's blocks of the leading group, without which vLLM finds no prefix."""
         if not self._manager:
             return ()
         return self._manager.get_blocks(request_id).blocks[self._view.leading_id]
@@ -512,7 +496,7 @@ class OldKV:
         if manager is None:
             return
         pool = manager.block_pool
-        # vLLM reserves one block. If others are in use, its reset does nothing.
+        # vLLM reserves one block. If other blocks are in use, its reset does nothing.
         if pool.get_num_free_blocks() < pool.num_gpu_blocks - 1:
             manager.evict_blocks(set(range(pool.num_gpu_blocks)))
         else:

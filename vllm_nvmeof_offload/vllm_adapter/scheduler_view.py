@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to internals of vLLM's scheduler side: keys, look-ups, GPU blocks. Also times methods."""
+"""Access to internals of vLLM's scheduler side: keys, look-ups, GPU blocks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 
 def timed(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a method add its running time to its object's `_spent_s`."""
+    """Add the method's running time to its object's `_spent_s`."""
 
     @functools.wraps(method)
     def with_time(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -33,14 +33,14 @@ def timed(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def key_bytes_of(hash_algorithm: str) -> int:
-    """Return the length of every offload key: vLLM's block hash and the group's number."""
+    """Return the length of an offload key: vLLM's block hash and the group id."""
     return len(make_offload_key(get_hash_fn_by_name(hash_algorithm)(b""), 0))
 
 
 class SchedulerView:
-    """A view of one `OffloadingConnectorScheduler`.
+    """A view of an `OffloadingConnectorScheduler`.
 
-    `groups` are the offloaded ones, in vLLM's order. `kv_cache_manager` returns vLLM's KV cache
+    `groups` are the offloaded groups, in vLLM's order. `kv_cache_manager` returns vLLM's KV cache
     manager, which is created after the connector.
     """
 
@@ -54,11 +54,11 @@ class SchedulerView:
         configs = scheduler.config.kv_group_configs
         assert [one.group_idx for one in configs] == [one.group_id for one in groups]
         self._leading = leading(groups)
-        #: vLLM's number of the group that determines a request's length.
+        #: The id of the group that determines a request's length.
         self.leading_id = groups[self._leading].group_id
         self.tokens_per_block: int = configs[self._leading].tokens_per_block
         self._hashes_per_chunk: int = configs[self._leading].hashes_per_chunk
-        # vLLM finds GPU blocks by the hash of one block, so only keys with such hashes compare.
+        # vLLM finds a GPU block by the hash of one block, which is in the keys of these groups.
         self._comparable = {
             group.group_id
             for config, group in zip(configs, groups, strict=True)
@@ -72,23 +72,21 @@ class SchedulerView:
         return self.manager.waiting
 
     def queue(self, *, by_priority: bool) -> Queue:
-        """Return the manager's interface to vLLM's queue."""
         return Queue(self.keys_of, self._ends_of, self._is_cached, self.groups, by_priority)
 
     @property
     def tail_tokens(self) -> int:
-        """Return the unit of tokens, below a block, to which vLLM rounds stored prompts, or 0."""
+        """Return the tokens, fewer than a block's, to which vLLM rounds stored prompts, or 0."""
         config = self._scheduler.config
         return config.tokens_per_hash if config.supports_partial_tail else 0
 
     def keys_of(self, request_id: str) -> list[Sequence[bytes]] | None:
-        """Return a request's offload keys so far, by group position."""
         state = self._scheduler._req_status.get(request_id)
         if state is None:
             return None
         keys = state.group_states[self._leading].offload_keys
         if len(keys) < len(state.req.block_hashes) // self._hashes_per_chunk:
-            state.update_offload_keys()  # slow, because it iterates over all hashes
+            state.update_offload_keys()  # slow: it iterates over all hashes
         return [group.offload_keys for group in state.group_states]
 
     def _ends_of(self, request_id: str, keys: Sequence[bytes]) -> list[int]:
@@ -96,14 +94,12 @@ class SchedulerView:
         return [position(OffloadKey(key)) or 0 for key in keys]
 
     def context(self, request_id: str) -> ReqContext:
-        """Return vLLM's context of a request that has arrived."""
         context: ReqContext = self._scheduler._req_status[request_id].req_context
         return context
 
     # -- look-ups, in the form that `manager/look_up.py` needs --------------------------
 
     def sources_of(self, request: Any) -> int:
-        """Return the sources that the request may be loaded from."""
         return self.manager.sources_of(self.context(request.request_id).load_tier_filter)
 
     def look_up(
@@ -113,11 +109,11 @@ class SchedulerView:
         cap: int | None,
         theirs: Callable[[Any, int], tuple[int | None, bool]],
     ) -> tuple[int | None, bool]:
-        """Return the tokens to load after `local` ones in GPU memory, or None to delay the request,
-        and whether the load may continue during later steps.
+        """Return the tokens to load after `local` tokens in GPU memory, or None to delay the
+        request, and whether the load may continue during later steps.
 
-        `cap` limits this look-up; the request's own limit, `max_load_tokens`, does not change.
-        `theirs` is vLLM's method, which looks up the keys in our manager one by one.
+        `cap` limits this look-up, in addition to the request's own `max_load_tokens`. `theirs` is
+        vLLM's method, which looks up the keys in our manager one by one.
         """
         request_id, hashes = request.request_id, request.block_hashes
         last = hashes[-1] if hashes else None
@@ -125,7 +121,7 @@ class SchedulerView:
 
         def ask(question: Question) -> Answer:
             look_ups = self.manager.look_ups
-            # The lists of keys that vLLM's look-ups use. vLLM has added the request's new keys.
+            # vLLM's look-ups use these lists of keys, and have added the request's new keys.
             states = self._scheduler._req_status[request_id].group_states
             look_ups.begin(question.sources, [group.offload_keys for group in states])
             try:
@@ -133,18 +129,18 @@ class SchedulerView:
                 rest = self.rest_of_a_chunk(request, question) if found == 0 else 0
             finally:
                 hits, misses = look_ups.end()
-            # With KV events no answer is reused, because vLLM's look-up records data for them.
+            # With KV events no answer is reused, because vLLM's look-up records data for events.
             keep = not self.manager.config.kv_events and not rest
             return Answer(question, rest or found, hits, misses, later or rest > 0, keep)
 
         if not self._is_as_looked_up(request_id, local):
             self.waiting.look_ups.forget_answers(request_id)
         answer = self.waiting.look_ups.answer(request_id, question, ask, FROM_CPU)
-        # vLLM decides whether the load may continue during later steps; since 0.33 it may refuse.
+        # Since 0.33, vLLM may refuse loads that continue during later steps.
         return answer.found, answer.later and bool(answer.found)
 
     def _is_as_looked_up(self, request_id: str, local: int) -> bool:
-        """Return whether vLLM's state of a request is still as its last look-up left it.
+        """Return whether vLLM's state of a request is unchanged since its last look-up.
 
         A look-up sets the numbers of local tokens and of hit chunks, and clears the request's
         blocks; during a transfer, it delays the request.
@@ -157,8 +153,8 @@ class SchedulerView:
     def rest_of_a_chunk(self, request: Any, question: Question) -> int:
         """Return the tokens missing from a chunk that a preempted request has partly in GPU memory.
 
-        vLLM loads only whole chunks and skips this one. Loading the rest avoids computing its
-        tokens a second time. Returns 0 with windows or states, which would have to be loaded too.
+        vLLM loads only whole chunks, and would compute these tokens again. With windows or states,
+        which would have to be loaded too, the result is 0.
         """
         if len(self.groups) > 1 or self.groups[0].kind is not GroupKind.FULL:
             return 0
@@ -185,9 +181,9 @@ class SchedulerView:
     def store_again(self) -> None:
         """Make requests with failed loads store the chunks that they compute instead.
 
-        vLLM counts the chunks of a planned load as stored, so only a later request that computes
-        the chunks again would store them. At this point a request's computed tokens end before the
-        first failure, or at 0 if the request was reported instead of its blocks.
+        vLLM counts the chunks of a planned load as stored. When this is called, a request's
+        computed tokens end before the first failure, or are 0 if the request was reported instead
+        of its blocks.
         """
         for state in self._scheduler._req_status.values():
             for group, stored in zip(self.groups, state.group_states, strict=True):
@@ -195,8 +191,8 @@ class SchedulerView:
                 stored.next_stored_chunk_idx = min(stored.next_stored_chunk_idx, computed)
 
     def offer_again(self, refused: Mapping[str, Sequence[bytes]]) -> None:
-        """Make vLLM offer these chunks again in the requests' next step, when the blocks are still
-        there. vLLM counts them as stored, but no later chunk is found without them."""
+        """Make vLLM offer these chunks again in the requests' next step. vLLM counts refused chunks
+        as stored, but no later chunk would be found without them."""
         for request_id, keys in refused.items():
             state = self._scheduler._req_status.get(request_id)
             if state is None or state.req.is_finished():
@@ -209,12 +205,10 @@ class SchedulerView:
                     stored.next_stored_chunk_idx = min(stored.next_stored_chunk_idx, chunk)
 
     def store_from_the_first(self, request_id: str) -> None:
-        """Make vLLM offer all of the request's chunks again, although it counted them as stored."""
         for group in self._scheduler._req_status[request_id].group_states:
             group.next_stored_chunk_idx = 0
 
     def _is_cached(self, request: Any, key: bytes) -> bool:
-        """Return whether the last block of the request's chunk is in GPU memory."""
         manager, group_id = self.kv_cache_manager(), group_id_of(key)
         if manager is None or group_id not in self._comparable:
             return False

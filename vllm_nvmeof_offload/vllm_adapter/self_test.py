@@ -2,10 +2,10 @@
 """A self-test of an unknown vLLM, run in the engine's process before the first request.
 
 vLLM's own scheduler, with our connector on both sides, serves artificial requests: a store, loads
-from both tiers, a failed load and a reset. The model is artificial too: the KV of a token is a
-fixed function of prompt and position. In each step, the model verifies the KV of all earlier tokens
-of a request, whatever its source, byte by byte. GPU, weights and users' pools are not touched: the
-KV cache is a few hundred KiB of CPU memory, and the pool is in a temporary directory.
+from both tiers, a failed load and a reset. In the artificial model, the KV of a token is a function
+of prompt and position. In each step, the model verifies the KV of all earlier tokens of a request,
+from any source, byte by byte. The test uses no GPU, weights or users' pools, but a few hundred KiB
+of CPU memory and a pool in a temporary directory.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ _HEAD_SIZE = 8
 _PROMPT_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS + _BLOCK_TOKENS + 5
 _STORED_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS
 _ANSWER_TOKENS = 2
-#: For the CPU tier and stream slots; too little for the chunks of three prompts.
+#: The CPU tier and stream slots: too small for the chunks of three prompts.
 _STAGING_BYTES = 64 * KIB
-#: A limit only against hangs; a test takes less than 2 s on an idle machine.
+#: A limit only for hangs: a test takes less than 2 s on an idle machine.
 _LIMIT_S = 20.0
 
 _running = False
 
 
 def run(vllm_config: Any) -> None:
-    """Test the imported vLLM with `vllm_config`, except where the test needs its own values.
+    """Test the imported vLLM with `vllm_config` and with the test's own values for some fields.
 
-    The test's engine creates a connector, which calls this function again; that call does nothing.
-    Raises IntegrationError, with the remedy, if the test fails or cannot run on this vLLM.
+    The test's engine creates a connector, which calls this function again without effect. Raises
+    IntegrationError, with the remedy, if the test fails or cannot run on this vLLM.
     """
     global _running
     if _running:
@@ -80,7 +80,7 @@ def run(vllm_config: Any) -> None:
         raise IntegrationError(
             f"vLLM {version} failed the self-test of this vllm-nvmeof-offload ({said}); use a "
             f"release of vLLM {' or '.join(vllm_release.KNOWN)}, or a vllm-nvmeof-offload that "
-            "knows this one"
+            "knows this vLLM"
         ) from error
     finally:
         _running = False
@@ -94,8 +94,6 @@ def run(vllm_config: Any) -> None:
 
 
 class _MadeUpDeployment:
-    """The deployment of a model that has no files."""
-
     volatile = ("a self-test",)
 
     def keyspace(self, **geometry: Any) -> Keyspace:
@@ -107,7 +105,7 @@ class _MadeUpDeployment:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Suppress the log of the test's own engine, in which loads fail on purpose."""
+    """Suppress the log of the test's engine, in which loads fail on purpose."""
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -117,7 +115,6 @@ def _quiet() -> Iterator[None]:
 
 
 def _config_like(vllm_config: Any, folder: str) -> Any:
-    """Return a copy of `vllm_config` for one rank, a text model and our pool in `folder`."""
     config = copy.copy(vllm_config)
     model = config.model_config = copy.copy(vllm_config.model_config)
     model.__class__ = type(
@@ -190,8 +187,6 @@ def _settings(folder: str) -> dict[str, Any]:
 
 
 class _Engine:
-    """vLLM's scheduler and one worker, over a KV cache in CPU memory."""
-
     def __init__(self, config: Any) -> None:
         spec = FullAttentionSpec(
             block_size=_BLOCK_TOKENS, num_kv_heads=1, head_size=_HEAD_SIZE, dtype=torch.float32
@@ -236,7 +231,6 @@ class _Engine:
         self._scheduler.shutdown()
 
     def serve(self, prompt: int) -> dict[str, float]:
-        """Serve a prompt until everything is written. Return the prompt's tokens by source."""
         before = self._tokens()
         self._requests += 1
         name = f"self-test-{self._requests}"
@@ -259,7 +253,7 @@ class _Engine:
         return {name: after[name] - before[name] for name in after}
 
     def forget(self, *, everything: bool = False) -> None:
-        """Empty and overwrite vLLM's KV cache; with `everything`, empty the other tiers too."""
+        """Empty and overwrite vLLM's KV cache; with `everything`, empty our tiers too."""
         if not self._scheduler.reset_prefix_cache(reset_connector=everything):
             raise IntegrationError("a reset of the prefix cache did not succeed")
         self._cache.fill_(float("nan"))
@@ -270,7 +264,6 @@ class _Engine:
         return {**found, "failed": counters["recomputed_tokens", "load_failed"]}
 
     def _step(self) -> None:
-        """Run one step of the engine."""
         output = self._scheduler.schedule()
         worker, metadata = self._worker, output.kv_connector_metadata
         worker.handle_preemptions(metadata)
@@ -301,8 +294,7 @@ class _Engine:
             time.sleep(0.001)  # a transfer is in progress
 
     def _compute(self, scheduled: dict[str, int]) -> None:
-        """Verify the KV of the tokens before the scheduled ones, and write the KV of the scheduled
-        ones."""
+        """Verify the KV of earlier tokens, and write the KV of the scheduled tokens."""
         for name, count in scheduled.items():
             end = self._scheduler.requests[name].num_computed_tokens
             (ids,) = self._scheduler.kv_cache_manager.get_block_ids(name)
@@ -358,7 +350,6 @@ def _test(config: Any, folder: Path) -> None:
 
 
 def _damage(folder: Path) -> None:
-    """Overwrite the payloads of all slots of the pool."""
     (slab,) = folder.rglob("slab")
     noise = np.random.default_rng(0).bytes(64 * KIB)
     with slab.open("r+b") as file:

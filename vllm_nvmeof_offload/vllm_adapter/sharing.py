@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to other servers' chunks: the foreign table and the follower that updates it.
+"""Access to other servers' chunks through the foreign table.
 
-The follower is a separate process that reads other engines' tables and writes the foreign table.
-The core reads the foreign table in place. Neither process ever waits for the other.
+The follower, a separate process, reads other engines' tables and writes the foreign table, which
+the core reads in place. Neither process waits for the other.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from vllm_nvmeof_offload.manager.handshake import Agreement
 from vllm_nvmeof_offload.native import Foreign
 from vllm_nvmeof_offload.protocol import RankHello
 
-#: The reason why a server whose keyspace does not identify its weights or hashes shares nothing.
+#: The reason for which a server without identified weights or hashes shares nothing.
 NAMELESS = "its weights or block hashes have no name that other servers know"
 
 
 @dataclass(frozen=True, slots=True)
 class ShareSettings:
-    """The settings for sharing. `one_host`: all ranks run on this host. `group` is the name of a
-    group of servers on any hosts; empty to share with this host's servers."""
+    """The settings for sharing. With `one_host`, all ranks run on this host. `group` is the name of
+    a group of servers on any hosts; empty to share with this host's servers."""
 
     one_host: bool = True
     group: str = ""
 
 
 def why_not(hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSettings) -> str:
-    """Return a text that states why these ranks cannot share; empty if they can."""
+    """Return why these ranks cannot share, or an empty string if they can."""
     if not agreement.capacity.pool_slots_total:
         return "there is no pool"
     if not settings.one_host:
@@ -41,25 +41,23 @@ def why_not(hellos: Sequence[RankHello], agreement: Agreement, settings: ShareSe
     if not agreement.tag:
         return NAMELESS
     for target in hellos[0].targets:
-        # The ranks have just opened their pools there, so no path hangs.
+        # The path does not hang, because the ranks have just opened their pools there.
         if not settings.group and discover(os.path.realpath(target)).is_network_file_system:
             return (
-                f"{target} is on a network file system, or may be: other hosts may use it too; "
-                'give the same group name to all servers that use it, as in share: "team-a"'
+                f"{target} may be on a network file system that other hosts use; give the same "
+                'group name to all servers that use it, as in share: "team-a"'
             )
     return ""
 
 
 def start_sharing(hellos: Sequence[RankHello], agreement: Agreement) -> tuple[Foreign, Companion]:
-    """Start the follower, and return the table that it updates; `why_not` must be empty.
-
-    Raises: OSError: no memory or descriptor is left.
-    """
+    """Start the follower, and return the table that it updates; `why_not` must be empty. Raises
+    OSError if memory or descriptors are exhausted."""
     first = hellos[0]
     fd = os.memfd_create("vllm-nvmeof-foreign", os.MFD_CLOEXEC)
     try:
         targets = tuple(map(Path, first.targets))
-        # If ranks share copies, each member of a set holds chunks that the others lack.
+        # If ranks share copies, each member of a set has chunks that the others lack.
         ranks = max(agreement.capacity.set_sizes)
         scope = Scope(targets, first.keyspace, first.engine_index, ranks)
         follower = start_follower(scope, fd)  # gives the table its size

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Refuses what this version does not support: settings, platforms, parallel shapes, models.
+"""Checks that refuse unsupported settings, platforms, parallel shapes and models.
 
 `precheck` runs before vLLM loads the model. Models are checked later, in the scheduler and in every
-worker, once vLLM has laid out the KV cache, because the layout does not follow from a model's own
-configuration.
+worker, because vLLM's layout of the KV cache does not follow from a model's configuration.
 
-vLLM runs the replicas of a dense model as independent engines, each of which knows its own index
-but not the number of replicas. `precheck` writes the number into our configuration (`replicas`),
-which is passed to every engine and worker.
+vLLM runs the replicas of a dense model as independent engines, which know their own index but not
+the number of replicas. `precheck` writes the number into our configuration (`replicas`), which
+every engine and worker gets.
 """
 
 from __future__ import annotations
@@ -36,9 +35,7 @@ from vllm_nvmeof_offload.vllm_adapter.groups import kinds_of, offloaded, specs_o
 
 def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     """Check `extra` against machine and model; write replicas and weight stamps into it.
-
-    `staging_key` is the flag, key or variable that set the staging size, to be named in errors.
-    """
+    `staging_key` is the flag, key or variable that set the staging size, for errors."""
     is_first = WEIGHTS_SEEN not in extra
     parallel = vllm_config.parallel_config
     refuse_parallel(parallel)
@@ -48,7 +45,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     note_weights(vllm_config, extra)
     refuse_platform(current_platform)
     choose_policy(config.eviction_policy)
-    if not is_first:  # vLLM repeats this in an engine that already uses memory and pool
+    if not is_first:  # a repetition by vLLM in an engine that already uses memory and pool
         return
     nodes = count_nodes(parallel)
     found = check_here(config, create=True, node_count=nodes, staging_key=staging_key)
@@ -62,7 +59,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
         logger.warning("nvmeof: %s", problem)
     if config.tuning.fault_injection:
         logger.warning(
-            "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose; see %s",
+            "FAULT INJECTION is on: I/O fails and answers may be wrong; see %s",
             config.tuning.fault_injection,
         )
     if config.replicas > 1:
@@ -77,8 +74,8 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
 def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
     """Return the bytes of one rank's slot, estimated from the model's shape; None if unknown.
 
-    Each worker checks again with the true size once it has its KV cache. An estimate may therefore
-    be missing but must not be too large: there is none for models that may have several KV cache
+    Each worker checks again with the true size of its KV cache. An estimate may therefore be
+    missing but must not be too large: there is none for models that may have several KV cache
     groups, or for cache types of unknown width.
     """
     model, cache = vllm_config.model_config, vllm_config.cache_config
@@ -105,7 +102,7 @@ def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
 
 
 def _may_have_groups(model: Any) -> bool:
-    """Return whether a model, by its configuration, may have layers that do not keep all tokens."""
+    """Return whether a model may have layers that do not keep all tokens."""
     config = model.hf_text_config
     kinds = getattr(config, "layer_types", None) or ()
     some = (getattr(config, name, None) for name in ("sliding_window", "attention_chunk_size"))
@@ -116,7 +113,6 @@ _WITHOUT = "serve this model without offloading"
 
 
 def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
-    """Refuse parallel shapes, and models with KV that would not be stored or loaded correctly."""
     refuse_parallel(vllm_config.parallel_config)
     name = vllm_config.model_config.model
     if kv_cache_config.hisparse_host_num_blocks is not None:
@@ -155,11 +151,12 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
-    """Warn about a model with states if prefix caching is off, or refuse it.
+    """Warn about a model with only states, or refuse one with attention too, if prefix caching is
+    off.
 
-    vLLM then keeps only one state, at a request's end. Its block covers the whole context, so
-    nothing is offloaded. A model that also has attention layers is refused, because vLLM's
-    offloading needs equal hash units and would fail an assertion.
+    vLLM then keeps only one state, at a request's end. The block of the state covers the whole
+    context, so nothing is offloaded. With attention layers, vLLM's offloading would fail an
+    assertion, because it needs equal hash units.
     """
     specs = [spec for group in groups for spec in specs_of(group).values()]
     if all(getattr(spec, "mamba_cache_mode", "align") == "align" for spec in specs):
@@ -181,7 +178,7 @@ def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
 def _ignores_loaded_kv(vllm_config: Any) -> bool:
     """Return whether vLLM computes the rest of a prompt without reading the KV before it.
 
-    The CPU kernel for latent attention does so. vLLM 0.32 therefore turns off chunked prefill and
+    The CPU kernel for latent attention does. vLLM 0.32 therefore disables chunked prefill and
     prefix caching, but still accepts a connector's tokens.
     """
     return bool(
@@ -193,7 +190,6 @@ def _ignores_loaded_kv(vllm_config: Any) -> bool:
 
 
 def refuse_platform(platform: Any) -> None:
-    """Raise unless vLLM's `platform` is the CPU, or an NVIDIA GPU with the packages it needs."""
     if platform.is_cpu():
         return
     if not platform.is_cuda():
@@ -220,33 +216,23 @@ _REPLICA_SUFFIX = re.compile(r"_dp\d+$")
 
 
 def refuse_parallel(parallel: Any) -> None:
-    """Refuse a number of replicas that may change at run time.
-
-    Replicas of a mixture-of-experts model compute in lockstep: a step without tokens calls no hook
-    of ours, so we cannot act in such steps.
-    """
     if parallel.enable_elastic_ep:
         remedy = "this package supports only a fixed number of replicas; remove the option"
         raise ConfigError("enable_elastic_ep", True, remedy)
 
 
 def note_replicas(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
-    """Write into `extra` how many engines share the configured sizes, if vLLM knows it.
-
-    Refuses a configured number that differs from vLLM's.
-    """
+    """Write vLLM's number of replicas into `extra`; refuse a different configured number."""
     set_replicas(extra, int(vllm_config.parallel_config.data_parallel_size))
 
 
 def count_nodes(parallel: Any) -> int:
-    """Return the number of machines over which ranks and replicas are spread."""
     local = int(getattr(parallel, "data_parallel_size_local", 1) or 1)
     spread = int(parallel.data_parallel_size) // local
     return max(1, int(getattr(parallel, "nnodes", 1)), spread)
 
 
 def replica_of(vllm_config: Any, declared: int) -> Replica:
-    """Return this engine's place among `declared` replicas; refuse if their number is unknown."""
     parallel = vllm_config.parallel_config
     engine_id = str(vllm_config.kv_transfer_config.engine_id or "")
     index: int = parallel.data_parallel_index
@@ -257,7 +243,7 @@ def replica_of(vllm_config: Any, declared: int) -> Replica:
             "data_parallel_size",
             max(2, index + 1, parallel.data_parallel_size),
             'our plugin did not run, so sizes are not divided among replicas; add "nvmeof" to '
-            'VLLM_PLUGINS if that is set, or give "replicas", their number, in '
+            'VLLM_PLUGINS if that is set, or give the number as "replicas" in '
             "kv_connector_extra_config",
         )
     if index >= declared:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry spans of a request's loads, in the trace that vLLM's front end began for it.
+"""OpenTelemetry spans of a request's loads, in the trace that vLLM's front end began.
 
-vLLM turns tracing on with `--otlp-traces-endpoint`. Only then a request carries its trace's
-headers, and the engine's process has a tracer, which exports in a thread of its own.
+Only with `--otlp-traces-endpoint` does a request have the headers of its trace, and the engine's
+process a tracer, which exports in a separate thread.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import contextlib
 from collections.abc import Iterable
 from typing import Any
 
-#: Fields of a `LoadRecord` that become attributes of its span, each with this prefix.
 _PREFIX = "vllm.nvmeof."
+#: Fields of a `LoadRecord` that become attributes of its span, with `_PREFIX`.
 _FIELDS = (
     *("cpu_tokens", "pool_tokens", "shared_tokens", "failed_tokens"),
     *("was_cut_off", "saved_seconds"),
@@ -22,8 +22,8 @@ _FIELDS = (
 def trace_loads(headers: Any, records: Iterable[dict[str, Any]]) -> None:
     """Add a span `kv_load` for each load that has ended.
 
-    `headers` are the request's `trace_headers`, `records` are as from `RequestLog.find`. A span
-    begins when the request gets its GPU blocks, and ends when all chunks have an outcome.
+    `headers` are the request's `trace_headers`, `records` are from `RequestLog.find`. A span begins
+    when the request gets its GPU blocks, and ends when all chunks have an outcome.
     """
     with contextlib.suppress(ImportError):  # a release of vLLM without these functions
         from vllm.tracing import extract_trace_context, instrument_manual

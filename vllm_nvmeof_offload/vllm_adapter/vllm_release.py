@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks whether a vLLM is supported, by its interface instead of its version.
+"""The check whether a vLLM is supported, by its interface instead of its version.
 
 vLLM's offloading interface changes between releases. A release that calls us with other parameters,
-or omits a call that we rely on, would silently give wrong tokens. Therefore every vLLM must have
-all capabilities that we use, and our classes must fit its own; otherwise it is refused with an
-error that names what is missing. Nothing else in the adapter checks a version: versions of builds
-from source mean little, and a new release may well have everything that we use.
+or omits a call that we rely on, would silently give wrong tokens. Therefore vLLM must have all
+capabilities that we use, and our classes must match its own; otherwise it is refused with an error
+that names the difference. No other code of the adapter checks a version: versions of builds from
+source mean little, and a new release may have all capabilities.
 
-A release is *known* when vLLM's own tests have passed with our connector. An unknown release that
-has everything we use is served after a self-test (`self_test`), unless `allow_unknown_vllm` is
-false.
+A release is *known* when vLLM's own tests have passed with our connector. An unknown release with
+all capabilities is served after a self-test (`self_test`), unless `allow_unknown_vllm` is false.
 """
 
 from __future__ import annotations
@@ -34,28 +33,25 @@ _RELEASES = " or ".join(KNOWN)
 
 
 def version() -> str:
-    """Return the version of the imported vLLM, or `unknown`."""
     return str(getattr(sys.modules.get("vllm"), "__version__", UNKNOWN))
 
 
 def release() -> str:
-    """Return this vLLM's release if it is known, else `unknown`."""
     numbers = re.match(r"\d+\.\d+(?=\.)", version())
     return numbers[0] if numbers and numbers[0] in KNOWN else UNKNOWN
 
 
 def unknown_version() -> str | None:
-    """Return an error text with the remedy if this vLLM's release is unknown, else None."""
     if release() != UNKNOWN:
         return None
     return (
         f"vLLM {version()} is not known to this vllm-nvmeof-offload; use vLLM {_RELEASES}, or a "
-        "vllm-nvmeof-offload that knows this one"
+        "vllm-nvmeof-offload that knows this vLLM"
     )
 
 
 def drops_connector_stats() -> bool:
-    """Return whether vLLM's front end is the Rust one, which drops a connector's statistics.
+    """Return whether vLLM's front end is in Rust, which drops a connector's statistics.
 
     `vllm serve` starts it if a variable is set, which the engine inherits; `vllm-rs serve` is an
     ancestor of the engine. The front end of an engine on another host cannot be detected.
@@ -72,21 +68,18 @@ def drops_connector_stats() -> bool:
 
 
 def refuse_different() -> None:
-    """Raise an `IntegrationError` with the remedy if vLLM lacks something that we use.
-
-    Known releases are checked too.
-    """
+    """Raise IntegrationError, with the remedy, if vLLM, known or not, lacks a capability."""
     found = _difference()
     if found is None:
         return
     raise IntegrationError(
         f"this vLLM {version()} differs from what this vllm-nvmeof-offload uses ({found}); use a "
-        f"release of vLLM {_RELEASES}, or a vllm-nvmeof-offload that knows this one"
+        f"release of vLLM {_RELEASES}, or a vllm-nvmeof-offload that knows this vLLM"
     )
 
 
 def refuse_unknown(allowed: bool) -> None:
-    """Raise ConfigError for an unknown release, unless `allow_unknown_vllm` is true (`allowed`)."""
+    """Raise ConfigError for an unknown release unless `allowed`, the key `allow_unknown_vllm`."""
     problem = unknown_version()
     if problem is not None and not allowed:
         raise ConfigError(
@@ -96,7 +89,6 @@ def refuse_unknown(allowed: bool) -> None:
 
 @functools.cache
 def _difference() -> str | None:
-    """Return the first difference between this vLLM's interface and what we use of it."""
     try:
         found = next(missing(), None)
         if found is not None:
@@ -131,7 +123,6 @@ def _is_vllms(module: str) -> bool:
 
 
 def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
-    """Return whether `ours` accepts every call that `theirs` accepts."""
     signature = inspect.signature(ours)
     calls = [
         p
@@ -139,7 +130,7 @@ def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
         if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
     ]
     places = [p.name for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
-    # vLLM may pass parameters with a default by name only, and our `**kwargs` may accept these.
+    # vLLM may pass parameters with a default only by name, and our `**kwargs` may accept them.
     called = [p.name for p in calls if p.default is p.empty or p.name in signature.parameters]
     try:
         signature.bind(**{p.name: None for p in calls})
@@ -148,15 +139,14 @@ def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
     return places[: len(called)] == called
 
 
-# A capability is a part of vLLM that we use, in one of the forms that we know. A form is a list of
-# *needs*, each a line of text:
+# A capability is a part of vLLM that we use, in one of its known forms. A form is a list of needs:
 #
 #     module:Class.method(a, b, c=)    the method accepts `a` and `b` in this order and `c` by name,
 #                                      and requires nothing else
 #     module:Class has x y             instances of the class have these members
 #     module:name                      the module has this name
 #
-# A capability that is not in `REQUIRED` may be absent; code that uses it checks for its form.
+# A capability outside `REQUIRED` may be absent; code that uses it checks its form.
 _BASE = "vllm.v1.kv_offload.base"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
@@ -165,36 +155,33 @@ _CACHE = "vllm.v1.kv_cache_interface"
 
 @dataclass(frozen=True, eq=False)
 class Capability:
-    """A capability, with a name for error messages and each form's needs, latest form first."""
+    """A capability: a name for error messages, and the needs by form, latest form first."""
 
     name: str
     forms: Mapping[str, tuple[str, ...]]
 
     @property
     def form(self) -> str | None:
-        """Return the first form that this vLLM has, or None."""
         for form, needs in self.forms.items():
             if not any(map(difference, needs)):
                 return form
         return None
 
     def take(self) -> Any:
-        """Return the object that the form's only need names, or None."""
+        """Return the object that the form's single need names, or None."""
         form = self.form
         return None if form is None else _find(self.forms[form][0].partition("(")[0])
 
     def differences(self) -> Iterator[str]:
-        """Yield the differences between this vLLM and the closest form."""
         found = [list(filter(None, map(difference, needs))) for needs in self.forms.values()]
         yield from min(found, key=len)
 
 
 def _only(name: str, *needs: str) -> Capability:
-    """Return a capability with one form."""
     return Capability(name, {"yes": needs})
 
 
-#: The enumeration in which vLLM expects the tier of a load's tokens.
+#: The enumeration with which vLLM expects the tier of loaded tokens.
 HIT_SOURCES = _only("sources of loaded tokens", "vllm.v1.metrics.cache_hit_source:CacheHitSource")
 _WINDOW_CHUNKS = "get_sliding_window_size_in_chunks(kv_cache_spec, tokens_per_chunk)"
 #: vLLM's own function for the number of chunks that a window needs.
@@ -205,8 +192,8 @@ WINDOW_CHUNKS = Capability(
         "offloading.scheduler": (f"{_OFFLOADING}.scheduler:{_WINDOW_CHUNKS}",),
     },
 )
-#: The method that the plugin wraps, and the fields that it reads and writes. Without them, users
-#: name our connector in --kv-transfer-config.
+#: The method that the plugin wraps, and the fields that it reads and writes. If they are absent,
+#: users can still name our connector in --kv-transfer-config.
 CONFIGURATION = _only(
     "configuration of a server",
     "vllm.config:VllmConfig._post_init_kv_transfer_config()",
@@ -305,7 +292,6 @@ REQUIRED = (
 
 
 def missing() -> Iterator[str]:
-    """Yield the differences of those required capabilities that have none of the known forms."""
     for capability in REQUIRED:
         if capability.form is None:
             yield from capability.differences()
@@ -337,7 +323,7 @@ def difference(need: str) -> str | None:
 
 
 def _find(place: str) -> Any:
-    """Return the object at a place, or None if its module lacks the name. Raises: ImportError."""
+    """Return the object at a place, or None if its module lacks the name. Raises ImportError."""
     module, _, names = place.partition(":")
     found: Any = importlib.import_module(module)
     for name in names.split("."):
@@ -346,10 +332,8 @@ def _find(place: str) -> Any:
 
 
 def _takes(function: Any, arguments: str, *, bound: bool) -> bool:
-    """Return whether a call with these arguments passes them to parameters of the same names.
-
-    `bound`: `function` is a method with the object as first parameter.
-    """
+    """Return whether a call with these arguments passes them to parameters of the same names. If
+    `bound`, `function` is a method whose first parameter is the object."""
     named = [one.strip() for one in arguments.split(",") if one.strip()]
     places = [name for name in named if not name.endswith("=")]
     keywords = [name[:-1] for name in named if name.endswith("=")]
@@ -366,7 +350,7 @@ def _takes(function: Any, arguments: str, *, bound: bool) -> bool:
 
 
 def _has(cls: Any, name: str) -> bool:
-    """Return whether instances of `cls` have `name`, as a member or field or by `__init__`."""
+    """Return whether instances of `cls` have `name`: a member, a field or set in `__init__`."""
     if hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ()):
         return True
     makers = (vars(base).get("__init__") for base in inspect.getmro(cls))

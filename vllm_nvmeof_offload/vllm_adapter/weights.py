@@ -1,21 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of models and adapters: their source, their digest, and whether they have changed.
+"""The identity of models' and adapters' weights and code, in files and in memory.
 
-A **digest** identifies weights across machines and restarts. It reads a bounded part of each file:
+A model is identified by a **digest** of its local files, or by the commit of its hub repository.
+The digest is the same on all machines. It reads a bounded part of each file:
 
 * safetensors: the header, every tensor of at most 64 KiB in full (norms, biases, quantization
-  scales, whose few bytes have a large effect), and one sample of every larger tensor;
+  scales, of which few bytes have a large effect), and one sample of every larger tensor;
 * every weight file: 64 samples of 4 KiB, spread over the whole file;
 * configuration files and code: every byte.
 
-A change of a few bytes in a large tensor can go unnoticed, and so can a change of small tensors in
-a file of another format. A **stamp** has no such gap but is valid only on one machine: it is taken
-before the weights are read and compared afterwards.
+The digest can miss a change of a few bytes in a large tensor, or in small tensors of a file of
+another format. A **stamp** misses no change, but only on one machine: it is taken before vLLM reads
+the weights, and compared afterwards. A **fingerprint** identifies every bit of the weights in
+memory, within one process.
 
-A model is identified by the content of its local files, or by the commit of its hub repository.
-A **fingerprint** identifies weights in memory, within one process, by every bit.
-
-Some load formats read weights from elsewhere; chunks of such a server must not be adopted
+Some load formats read weights from other places; the chunks of these servers must not be adopted
 (`why_unknown`). vLLM's block hashes contain an adapter's name and path: an adapter that is
 unloaded, overwritten and loaded again has a new number but the same hashes (`Adapters`).
 """
@@ -51,7 +50,7 @@ _SMALL_TENSOR_BYTES_MAX = 64 << 10
 _HEADER_BYTES_MAX = 32 << 20
 _LENGTH_BYTES = 8
 _READ_BYTES_MAX = 1 << 20
-#: Files are read in parallel, because the latencies of small reads add up over a network.
+#: Files are read in parallel because of the latency of small reads over a network.
 _FILES_AT_ONCE_MAX = 8
 
 _Range = tuple[int, int]
@@ -60,17 +59,16 @@ _Range = tuple[int, int]
 def weights_digest(model: Path, *, code: bool = False) -> str:
     """Return 64 hex digits that identify the content of the weights.
 
-    `model` is a directory with weight files, or one weight file. If a directory has no file of a
-    known weight format, all its files count. With `code`, the directory's Python files are run, so
-    they count too. Raises ConfigError if there are no files, OSError if one cannot be read.
+    `model` is a directory with weight files, or a weight file. If a directory has no file of a
+    known weight format, all its files count. With `code`, its Python files count too. Raises
+    ConfigError if there are no files, OSError if one cannot be read.
     """
     files = _files(model, code=code)
     if not files:
         raise ConfigError(
             "model",
             str(model),
-            "has no files to distinguish this model's KV from another's; "
-            "use a local directory, or name a revision",
+            "has no files that identify the weights; use a local directory, or give a revision",
         )
     digest = hashlib.sha256()
     with ThreadPoolExecutor(min(len(files), _FILES_AT_ONCE_MAX)) as readers:
@@ -82,9 +80,8 @@ def weights_digest(model: Path, *, code: bool = False) -> str:
 def weights_stamp(model: Path, *, code: bool = False) -> str:
     """Return 64 hex digits that change when any of the files is written or replaced.
 
-    Symbolic links are followed, so a link or directory that leads to different files changes the
-    stamp. Files are opened, which makes a network file system ask its server for changes. Raises
-    OSError if a file cannot be opened.
+    Symbolic links are followed, so a link to other files changes the stamp. Files are opened, which
+    makes a network file system ask its server for changes. Raises OSError.
     """
     digest = hashlib.sha256()
     for name, path in _files(model, code=code):
@@ -98,9 +95,9 @@ def weights_stamp(model: Path, *, code: bool = False) -> str:
 def changed_since(model: Path, began_s: float, *, code: bool = False) -> str | None:
     """Return a file, link or directory of the model that has changed since `began_s`, or None.
 
-    Used for a model without a stamp. Compares ctime, which copying does not preserve and renaming
-    updates. Directories above the model's own are not checked, because their times change with
-    every new entry. `began_s` is in seconds of the system clock.
+    This is for a model without a stamp. It compares ctime, which copying does not preserve and
+    renaming updates. Parent directories of the model's directory are not checked, because their
+    times change with every new entry. `began_s` is a system time in seconds.
     """
     for name, path in _files(model, code=code):
         if max(path.stat().st_ctime, path.lstat().st_ctime) >= began_s:
@@ -114,7 +111,6 @@ def changed_since(model: Path, began_s: float, *, code: bool = False) -> str | N
 
 
 def _links(model: Path) -> list[Path]:
-    """Return the symbolic links in the path of `model`, and in the paths to which they point."""
     links: list[Path] = []
     paths = [Path(os.path.abspath(model))]
     while paths:
@@ -127,10 +123,8 @@ def _links(model: Path) -> list[Path]:
 
 
 def _files(model: Path, *, code: bool) -> list[tuple[str, Path]]:
-    """Return the files that count, in order, with names relative to the model's directory.
-
-    Weights in subdirectories count too, because some encoders keep weights there.
-    """
+    """Return the files that count, sorted, with names relative to the model's directory. Weights in
+    subdirectories, as of some encoders, count too."""
     if model.is_file():
         return [(model.name, model)]
     if not model.is_dir():
@@ -166,7 +160,6 @@ def _file_digest(file: tuple[str, Path]) -> bytes:
 
 
 def _ranges(fd: int, path: Path, size: int) -> list[_Range]:
-    """Return the parts of a file to read; they depend on its name, its size and its header."""
     if path.suffix == ".py" or _is_configuration(path):
         return [(0, size)]
     generator = random.Random(f"{path.name}:{size}")
@@ -180,10 +173,8 @@ def _ranges(fd: int, path: Path, size: int) -> list[_Range]:
 
 
 def _samples(size: int, generator: random.Random) -> list[_Range]:
-    """Return the ranges of the first sample, the last, and one in each of 62 sections in between.
-
-    Places within sections are pseudo-random: a fixed stride could always hit one kind of tensor.
-    """
+    """Return the ranges of the first and last samples and of one in each of 62 sections between.
+    Places in sections are pseudo-random: a fixed stride could always hit one kind of tensor."""
     if size <= _SAMPLES * _SAMPLE_BYTES:
         return [(0, size)]
     last = size - _SAMPLE_BYTES
@@ -193,7 +184,6 @@ def _samples(size: int, generator: random.Random) -> list[_Range]:
 
 
 def _read_header(fd: int, size: int) -> bytes:
-    """Return the header's JSON, or no bytes if its length is not acceptable."""
     length = int.from_bytes(os.pread(fd, _LENGTH_BYTES, 0), "little")
     if not 0 < length <= min(size - _LENGTH_BYTES, _HEADER_BYTES_MAX):
         return b""
@@ -202,10 +192,8 @@ def _read_header(fd: int, size: int) -> bytes:
 
 
 def _tensors(header: bytes, size: int) -> list[_Range] | None:
-    """Return the tensors' ranges in the file, in order; None if the header is malformed.
-
-    Overlapping ranges are refused, so that no header can make us read bytes more than once.
-    """
+    """Return the tensors' ranges in the file, in order; None for a malformed header. Overlapping
+    ranges are refused, so that a header cannot cause repeated reads."""
     try:
         entries = json.loads(header)
     except (ValueError, RecursionError):
@@ -231,7 +219,7 @@ def _tensors(header: bytes, size: int) -> list[_Range] | None:
 
 
 def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]:
-    """Return the ranges of small tensors and of a sample of each larger one, merged if adjacent."""
+    """Return the ranges of small tensors and of samples of large ones, merged if adjacent."""
     ranges: list[_Range] = []
     for start, end in tensors:
         part = (start, end)
@@ -244,17 +232,17 @@ def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]
     return ranges
 
 
-#: Words of 8 bytes that are hashed at once: within a CPU's cache, or two arrays of 32 MiB on a GPU.
+#: The 8-byte words that are hashed at once: within a CPU's cache, or two arrays of 32 MiB on a GPU.
 _WORDS_AT_ONCE_CPU, _WORDS_AT_ONCE = 1 << 18, 1 << 22
-#: Odd 64-bit numbers whose bits look random, as signed integers.
+#: Odd 64-bit numbers with random-looking bits, as signed integers.
 _ODD, _ODDER = -0x61C8864680B583EB, -0x4B47D0C5E1A78715
 
 
 def weights_fingerprint(worker: Any) -> str:
     """Return 64 hex digits that identify the weights in this rank's memory, or "" if unknown.
 
-    All parameters and buffers of vLLM's `worker`, and of its drafter, count. A change of one word
-    of 8 bytes always changes the result; other changes do so unless two 64-bit sums collide.
+    All parameters and buffers of vLLM's `worker` and of its drafter count. A change of one 8-byte
+    word always changes the result; other changes do unless two 64-bit sums collide.
     """
     import torch
 
@@ -264,9 +252,9 @@ def weights_fingerprint(worker: Any) -> str:
     allocator = cumem and cumem.CuMemAllocator.instance
     parts = allocator.pointer_to_data.values() if allocator else ()
     if any(part.is_asleep and part.tag != "kv_cache" for part in parts):
-        return ""  # unmapped, perhaps without the engine's knowledge: a read would end the process
+        return ""  # unmapped, possibly without the engine: a read would kill the process
     if config.lora_config is not None or offload not in (None, offload and type(offload)()):
-        return ""  # adapters are no parameters, and offloaded weights are elsewhere
+        return ""  # adapters are not parameters, and offloaded weights are elsewhere
     has_draft, digest = drafter_of(config) is not None, hashlib.sha256()
     models = [worker.model_runner.get_model(), *([worker.get_draft_model()] if has_draft else ())]
     if None in models:
@@ -276,15 +264,18 @@ def weights_fingerprint(worker: Any) -> str:
             for name, tensor in (*model.named_parameters(), *model.named_buffers()):
                 is_plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
                 if not is_plain or "partitions" in vars(tensor):
-                    return ""  # its bytes are those of other tensors
+                    return ""  # its bytes are in other tensors
                 fact = f"{name}\0{tensor.dtype}\0{tuple(tensor.shape)}\0{_sums(tensor)}\0"
                 digest.update(fact.encode())
     return digest.hexdigest()
 
 
 def _sums(tensor: Any) -> list[int]:
-    """Return two sums over all words of a tensor. The second contains each word's upper half in
-    the lower bits, whose changes affect all higher bits of a sum."""
+    """Return two sums over all words of a tensor.
+
+    The second sum has each word's upper half in the lower bits, where a change affects all higher
+    bits of the sum.
+    """
     import torch
 
     order = sorted(range(tensor.dim()), key=lambda axis: -tensor.stride(axis))
@@ -307,7 +298,7 @@ def _sums(tensor: Any) -> list[int]:
 
 
 #: Load formats of vLLM 0.32 and 0.33 that always read the weights from the files of `model`.
-#: `npcache` is not one: it reads a copy from an earlier start, even if the files have changed.
+#: `npcache` instead reads a copy from an earlier start, even if the files have changed.
 FILE_FORMATS = frozenset(
     {
         *("auto", "hf", "safetensors", "pt", "mistral", "fastsafetensors", "instanttensor"),
@@ -327,7 +318,6 @@ class ModelSource:
 
     @staticmethod
     def of(model: Any) -> ModelSource:
-        """Return the source of a `ModelConfig`."""
         return ModelSource(
             str(model.model), _commit_of_weights(model), bool(model.trust_remote_code)
         )
@@ -337,8 +327,7 @@ class ModelSource:
         return Path(self.model).exists()
 
     def identity(self) -> dict[str, str]:
-        """Return facts about the content, not the path, so that equal weights compare equal. Reads
-        files."""
+        """Return facts on the content, not the path, so that equal weights compare equal."""
         path = Path(self.model)
         if not self.local:
             return {"model": self.model, "weights": f"revision:{self.commit}"}
@@ -355,24 +344,22 @@ def drafter_of(vllm_config: Any) -> Any:
 
 
 def why_unknown(model: Any, load: Any, foreign_code: Collection[str]) -> list[str]:
-    """Return the reasons why weights or code may change without a change of the facts, if any.
-
-    `foreign_code` lists load formats and architectures that a plugin has added or replaced.
-    """
+    """Return why weights or code may change without a change of the facts, if they may.
+    `foreign_code` lists load formats and architectures that a plugin has added or replaced."""
     source = ModelSource.of(model)
     weights = str(getattr(model, "model_weights", "") or "")
     why = []
     if "://" in weights or "://" in source.model:
-        why.append("the weights are streamed from a remote place whose content may change")
+        why.append("the weights are streamed from a remote place that may change")
     elif weights not in ("", source.model):
-        why.append(f"the weights are those of {weights}, not of {source.model}")
+        why.append(f"the weights are from {weights}, not from {source.model}")
     elif not source.local and not source.commit:
         why.append("the model is not a local directory and has no known revision")
     why.append(_unknown_format(load, foreign_code))
     if getattr(model, "architecture", "") in foreign_code:
         why.append("the model's class is not vLLM's own")
     if source.code and _code_may_change(model, local=source.local):
-        why.append("the model's code is not pinned to a commit (set --code-revision to one)")
+        why.append("the model's code is not pinned to a commit (set --code-revision)")
     return [reason for reason in why if reason]
 
 
@@ -381,7 +368,7 @@ def _unknown_format(load: Any, foreign_code: Collection[str]) -> str:
     if name == "dummy":
         return "the weights are dummies"
     if name not in FILE_FORMATS:
-        return f"load format {name} reads weights from elsewhere than the model's files"
+        return f"load format {name} may read weights from other files than the model's"
     if name in foreign_code:
         return f"load format {name} has a loader that is not vLLM's own"
     options = load.model_loader_extra_config
@@ -392,7 +379,7 @@ def _unknown_format(load: Any, foreign_code: Collection[str]) -> str:
 
 
 def _commit_of_weights(model: Any) -> str:
-    """Return the commit of the weights' repository (vLLM pins it in `revision`), or ""."""
+    """Return the commit of the weights' repository, which vLLM pins in `revision`, or ""."""
     commit = _commit(model.revision)
     if commit or model.hf_config_path not in (None, "", model.model):
         return commit  # the configuration is from another repository
@@ -409,11 +396,11 @@ def _code_may_change(model: Any, *, local: bool) -> bool:
     if _commit(model.code_revision):
         return False
     classes = str(model.hf_config.to_dict().get("auto_map") or "")
-    # "repository--module.Class" means code from another repository.
+    # "repository--module.Class" is code from another repository.
     return "--" in classes or bool(model.code_revision and not local)
 
 
-#: Beyond this number all adapters are forgotten, and chunks stored for them are invalidated.
+#: Beyond this number all adapters are forgotten, and chunks stored with adapters are invalidated.
 _ADAPTERS_MAX = 1 << 16
 
 
@@ -422,11 +409,10 @@ class Adapters:
 
     def __init__(self, adapters_max: int = _ADAPTERS_MAX) -> None:
         self._max = adapters_max
-        #: (Name, path) → number and stamp. The stamp is empty if the files are unknown.
+        #: By name and path: number and stamp. The stamp is empty if the files are unknown.
         self._known: dict[tuple[str, str], tuple[int, str]] = {}
 
     def knows(self, lora: Any) -> bool:
-        """Return whether this adapter's number is the one last recorded for its name and path."""
         known = self._known.get((lora.lora_name, lora.lora_path))
         return known is not None and known[0] == lora.lora_int_id
 
@@ -442,7 +428,6 @@ class Adapters:
 
 
 def stamp_of(lora: Any) -> str:
-    """Return the stamp of an adapter's files, or "" if they are not local or cannot be read."""
     path = Path(os.path.expanduser(lora.lora_path))
     try:
         return weights_stamp(path) if path.exists() else ""

@@ -2,13 +2,13 @@
 """The adapter from vLLM's worker interface to the transfer pipeline.
 
 All calls are made on the worker's main thread. Every transfer is reported to vLLM as successful,
-because vLLM's own worker asserts that. The connector reports failures separately, in the step that
+because vLLM's worker asserts success. The connector reports failures separately, in the step that
 reports the job as finished: block ids or requests to vLLM, and reports to the manager
 (docs/protocol.md, rule 8).
 
-If block ids are reported, vLLM recomputes from the first of these blocks. That is correct only for
-a single group of full attention: earlier blocks of a window may never have been loaded, and with
-several groups vLLM refuses block ids. In such cases the whole request is reported and recomputed.
+vLLM recomputes from the first reported block. This is correct only for a single group of full
+attention: earlier blocks of a window may not have been loaded, and with several groups vLLM refuses
+block ids. In these cases the whole request is reported and recomputed.
 """
 
 from __future__ import annotations
@@ -34,13 +34,11 @@ from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import Transfer, TransferPipeline
 
-#: The most pieces that the model's thread submits itself: the driver takes about 0.2 ms for them.
+#: The most pieces that the model's thread submits itself, which takes the driver about 0.2 ms.
 _START_PIECES_MAX = 256
 
 
 class BlockColumns(NamedTuple):
-    """The GPU blocks of a job: the columns `ids`, `sizes` and `firsts` of `JobBlocks`."""
-
     ids: npt.NDArray[np.int32]
     sizes: Sequence[int]
     firsts: Sequence[int]
@@ -53,8 +51,8 @@ def _columns(spec: GPULoadStoreSpec) -> BlockColumns:
 class NVMeoFOffloadingWorker(OffloadingWorker):
     """One rank's transfers.
 
-    `reports_blocks`: a failed load is reported by the GPU blocks that it did not fill, not by its
-    request (see `resumes_at_any_block`).
+    With `reports_blocks` (`resumes_at_any_block`), a failed load is reported by the GPU blocks that
+    it did not fill; otherwise by its request.
     """
 
     def __init__(self, parts: RankWorker, *, reports_blocks: bool = False) -> None:
@@ -63,10 +61,9 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._geometry = parts.geometry
         self._ops: dict[int, int] = {}  # our op, by vLLM's job
         self._jobs: dict[int, int] = {}  # vLLM's job, by our op
-        # The loads by op, in case a chunk fails.
-        self._loads: dict[int, tuple[LoadCommand, BlockColumns]] = {}
+        self._loads: dict[int, tuple[LoadCommand, BlockColumns]] = {}  # by op
         self._transfers: list[Transfer] = []  # submitted, but not handed over yet
-        self._helpers: dict[int, int] = {}  # by op, for loads that only some peers may help with
+        self._helpers: dict[int, int] = {}  # by op, for loads with a choice of peers
         self._gathers = False
         self._tensors = max(len(one.starts) for one in parts.geometry.by_group)
         self._reports_blocks = reports_blocks
@@ -93,7 +90,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         expedited: bool = False,
         **_: Any,
     ) -> bool:
-        # An expedited load's request runs in this step, before a failure can be reported.
+        # The request of an expedited load runs in this step, before a failure can be reported.
         assert not expedited, "parse_config accepts no sync_load_budget_bytes"
         assert isinstance(src_spec, CommandSpec) and isinstance(src_spec.command, LoadCommand)
         blocks = _columns(dst_spec)
@@ -119,7 +116,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """Cancel those loads that have not started; wait until all copies and DMA have ended."""
+        """Cancel the loads that have not started; wait until all copies and DMA have ended."""
         self._hand_over()
         ops = [self._ops[job_id] for job_id in job_ids if job_id in self._ops]
         for op in ops:
@@ -128,7 +125,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._runner.wait(ops)
 
     def sleep(self) -> None:
-        """Stop touching the KV cache's memory until `wake`: vLLM is about to unmap it."""
+        """Do not touch the KV cache's memory, which vLLM will unmap, until `wake`."""
         self.wait(set(self._ops))
         self._parts.copy.asleep = True
 
@@ -148,14 +145,14 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             parts.regions.end(abandon=not released)
         if parts.pool is not None:
             parts.pool.close(abandon=not released)
-        if released:  # else the kernel may use this memory until the process exits
+        if released:  # otherwise the kernel may use this memory until the process exits
             parts.staging.close()
 
     # -- the connector's interface ----------------------------------------------------
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Collect the jobs of one vLLM step, and hand them over with one fence."""
+        """Collect the jobs of a step, and hand them over with one fence."""
         self._gathers = True
         try:
             yield
@@ -164,7 +161,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             self._hand_over()
 
     def apply(self, commands: Iterable[Command]) -> None:
-        """Start commands that move no GPU blocks, in order."""
+        """Start commands without GPU blocks, in order."""
         given, links = tuple(commands), self._parts.links
 
         def command_all(pipeline: TransferPipeline) -> None:
@@ -181,13 +178,12 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return bool(self._reports)
 
     def take_reports(self) -> tuple[list[Report], Counts]:
-        """Return the reports collected by `get_finished`, so that none precedes its job's end."""
+        """Return the reports that `get_finished` collected, so none precedes its job's end."""
         taken = self._reports, self._counters
         self._reports, self._counters = [], Counts()
         return taken
 
     def note_requests(self, requests: Mapping[int, str]) -> None:
-        """Record the requests of load jobs that vLLM is about to submit."""
         self._requests.update(requests)
 
     def take_invalid_blocks(self) -> set[int]:
@@ -196,13 +192,12 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return set().union(*taken.values())
 
     def forget_failures(self, requests: Iterable[str]) -> None:
-        """Forget failures of requests that vLLM itself reports and will recompute from token 0."""
         for request in requests:
             self._invalid_blocks.pop(request, None)
             self._failed_requests.discard(request)
 
     def take_failed_requests(self) -> set[str]:
-        """Return requests to recompute, because finished loads did not fill all of their blocks."""
+        """Return requests to recompute: finished loads did not fill all of their blocks."""
         taken, self._failed_requests = self._failed_requests, set()
         return taken
 
@@ -221,8 +216,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Hand over the submitted jobs, with the fence after which they may touch GPU blocks. The
-        pipeline's thread splits the jobs into pieces."""
+        """Hand over the submitted jobs, with the fence after which they may touch GPU blocks."""
         transfers, self._transfers = self._transfers, []
         helpers, self._helpers = self._helpers, {}
         if transfers:
@@ -232,7 +226,6 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             begin(lambda p: p.transfer(geometry, transfers, fence, helpers), *ops)
 
     def _is_quick(self, transfers: Sequence[Transfer]) -> bool:
-        """Return whether the jobs include loads, read nothing, and are submitted in a moment."""
         blocks = sum(len(ids) for _, _, _, ids, _, _ in transfers)
         return (
             blocks * self._tensors <= _START_PIECES_MAX

@@ -145,7 +145,7 @@ def test_a_server_names_all_wrong_keys_at_once(probed: dict[str, Any]) -> None:
         ("role", ["kv_role='kv_producer'", "give kv_both"]),
         ("lmcache_and_ours", ["--kv-offloading-backend='lmcache'", CONNECTOR, "leave out one"]),
         ("combined_role", ["kv_role='kv_consumer'", "give kv_both"]),
-        ("combined_twice", [f"connectors='{CONNECTOR}'", "name it only once"]),
+        ("combined_twice", [f"connectors='{CONNECTOR}'", "give it only once"]),
         ("combined_stock", ["connectors='OffloadingConnector'", "offloads as", "use either"]),
         (
             "combined_mooncake",

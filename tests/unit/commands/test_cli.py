@@ -87,14 +87,14 @@ def test_config_check_accepts_the_whole_json_or_our_part_of_it(tmp_path: Path, w
         ('{"targets": [1]}', "element 0, a value of type int, cannot be used; give one path"),
         ('{"peers": [7000]}', "element 0, a value of type int, cannot be used"),
         ('{"kv_connector": "LMCacheConnector"}', "another backend, or a typo"),
-        (f'{{"kv_connector": {CONNECTOR}}}', "vLLM needs it with kv_connector; give kv_both"),
+        (f'{{"kv_connector": {CONNECTOR}}}', "vLLM needs a role with kv_connector; give kv_both"),
         (f'{{"kv_connector": {CONNECTOR}, "kv_role": "kv_producer"}}', "engine; give kv_both"),
         (
             '{"kv_role": "kv_both", "pool_bytes": 0}',
             "put this package's keys into kv_conn",
         ),
         ('{"kv_connector": "MultiConnector", "kv_role": "kv_both"}', "none of its connectors is"),
-        ('{"kv_connector_extra_config": []}', "give an object"),
+        ('{"kv_connector_extra_config": []}', "not an object; give"),
         ('{"peer_listen": "0.0.0.0:7000"}', "give a share_secret_file"),
     ],
 )

@@ -161,7 +161,7 @@ def test_a_name_is_logged_and_says_who_shares(caplog: pytest.LogCaptureFixture) 
     with caplog.at_level("INFO"):
         text = manager.who_shares()
     assert "'step-1'" in text
-    assert "this one loads nothing" in text
+    assert "it loads none of theirs" in text
     assert text in caplog.text
 
 
