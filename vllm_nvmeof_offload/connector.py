@@ -408,7 +408,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         yield from super().take_events()
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
-        """Record that vLLM made `call`, which changes weights if `known`, or else may do so."""
+        """Record that vLLM made `call`, which changed weights or, unless `known`, may have."""
         if self._manager.weights_may_have_changed(known=known):
             if not self.paused.undecided:
                 self.reset_cache()

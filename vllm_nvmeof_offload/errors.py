@@ -103,7 +103,7 @@ class EngineError(OffloadError):
 
 
 class IntegrationError(OffloadError):
-    """The running vLLM is not one that this package supports."""
+    """The running vLLM is not supported by this package."""
 
 
 class OutcomeKind(enum.Enum):

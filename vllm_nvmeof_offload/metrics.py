@@ -31,7 +31,7 @@ class Counts(dict[Series, float]):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A label. If its values depend on the deployment, `values` is empty and `source` says how."""
+    """A label. `values` is empty if the deployment determines the values, which `source` names."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -51,7 +51,7 @@ class Metric:
 
 #: A target's number is its position in the list of targets, from 0.
 _TARGET = Label("target", source="number of a configured target")
-_LANE = Label("lane", source="number of a configured target, or peer and the number of one")
+_LANE = Label("lane", source="number of a configured target, or peer and the peer's number")
 _DIRECTION = Label("direction", ("store", "load"))
 _TRANSFER = (_DIRECTION, Label("stage", ("gpu", "pool")))
 _SLOTS = Label("kind", ("cache", "stream", "pool"))

@@ -227,7 +227,7 @@ class FetchCommand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand(_Message):
-    """Cancels rows of op `target_op` that have not started; `indexes` None: all such rows. Reports
+    """Cancel rows of op `target_op` that have not started; `indexes` None: all such rows. Reports
     on the cancelled rows still follow."""
 
     target_op: int
@@ -240,7 +240,7 @@ TAG_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class ResetCommand(_Message):
-    """Invalidates all stored chunks, also on disk: every superblock gets a new epoch and `tag`.
+    """Invalidate all stored chunks, also on disk: every superblock gets a new epoch and `tag`.
 
     `tag` is the share tag of later chunks. If `named`, later chunks have the new epoch, and a later
     start may adopt them; otherwise they have an epoch that is in no superblock.
@@ -253,7 +253,7 @@ class ResetCommand(_Message):
 
 @dataclass(frozen=True, slots=True)
 class AttachCommand(_Message):
-    """Opens another engine's regions read-only; reads from the engine wait for this command.
+    """Open another engine's regions read-only; reads from the engine wait for this command.
 
     `engine_index` is the K in the engine's directories `engine-K`, in our keyspace on our targets.
     `pool_uuid` is in the superblocks of the engine's rank 0; files with a different UUID no longer
@@ -268,7 +268,7 @@ class AttachCommand(_Message):
 
 @dataclass(frozen=True, slots=True)
 class DetachCommand(_Message):
-    """Closes an engine's files after their last read is released. No report follows."""
+    """Close an engine's files after their last read is released. No report follows."""
 
     owner: int
 
@@ -312,7 +312,7 @@ class SavedSessions(NamedTuple):
 
 
 class SessionsCommand(NamedTuple):
-    """Replaces rank 0's file `sessions`. No report follows."""
+    """Replace rank 0's file `sessions`. No report follows."""
 
     content: bytes
 
@@ -357,7 +357,7 @@ class OpReport(_Message):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpReports(_Message):
-    """A rank's first reports on all rows of several ops: all OK and released, and without CRCs.
+    """A rank's only reports on several ops, with all rows OK and released, and without CRCs.
 
     A step may complete hundreds of one-chunk ops, so their reports are columns too. `ops` is
     uint64[n] and `seconds` is float32[n] (as in `OpReport`), both as bytes.

@@ -123,7 +123,7 @@ def _populate_part(address: int, size_bytes: int) -> int:
 
 
 def _keep_private(memory: mmap.mmap) -> None:
-    """Exclude the memory from forks and core dumps, which would have KV, and request huge pages."""
+    """Exclude the memory, which contains KV, from forks and core dumps; request huge pages."""
     memory.madvise(mmap.MADV_DONTFORK)
     memory.madvise(mmap.MADV_DONTDUMP)
     with contextlib.suppress(OSError):  # small pages are only slower

@@ -63,7 +63,7 @@ def growth(before: float, now: float) -> float:
 
 
 def read(url: str, before: Metrics | None, now: Metrics, seconds: float) -> Reading:
-    """Return the reading for the `seconds` since `before`, or since the start without `before`."""
+    """Return the reading for the `seconds` since `before`, or a first reading, without rates."""
     amounts = {
         name: _measured(metric, before, now, seconds)
         for name, metric in METRICS.items()

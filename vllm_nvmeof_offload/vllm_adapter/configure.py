@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completes and checks the KV transfer configuration of an engine that uses our backend.
+"""Completion and checks of the KV transfer configuration of an engine that uses our backend.
 
 vLLM converts its offloading flags to a `KVTransferConfig` in one method of `VllmConfig`, before it
 loads a model. The plugin wraps the method; a vLLM with this package in its tree calls us from it.

@@ -172,7 +172,7 @@ class Deployment:
         )
 
     def replaced(self) -> tuple[str, ...]:
-        """Return why the weight files may differ from the files that vLLM read, if they may. Call
+        """Return the reasons why the weight files may differ from the files that vLLM read. Call
         this after `keyspace`, which reads the current files."""
         return tuple(why for source in self._sources() if (why := self._why_replaced(source)))
 

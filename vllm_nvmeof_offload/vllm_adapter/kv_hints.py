@@ -85,7 +85,7 @@ class Advice:
     retention_answer: str = ""
 
     def together(self, other: Advice) -> Advice:
-        """Return both advices combined, with our helpers and retention, and the other's answers."""
+        """Combine two pieces of advice: our helpers and retention, and the answers of `other`."""
         return Advice(
             self.prefetch or other.prefetch,
             self.retain + other.retain,

@@ -372,7 +372,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return self._core is not None and bool(self._core.changed_keys)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Yield events for chunks that entered or left a tier, oldest first, at most a step's."""
+        """Yield events for chunks that entered or left a tier, oldest first, limited per step."""
         for change in self._core.take_changes() if self._core is not None else ():
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in change.keys],

@@ -283,7 +283,7 @@ def _connectors(connector: Any) -> Iterator[Any]:
 
 
 class PausedTiers:
-    """Keeps both tiers over a pause or sleep in which the weights do not change.
+    """Keep both tiers over a pause or sleep in which the weights do not change.
 
     The ranks' weights before the first look-up after the pause are compared, bit by bit, with the
     weights before the first look-up after the last reset or start. This also detects a change that
@@ -392,7 +392,7 @@ class _Admission:
 
 
 class OldKV:
-    """Finds requests with KV from earlier weights, and suspends their stores in `suspension`.
+    """Find requests with KV from earlier weights, and suspend their stores in `suspension`.
 
     A reset invalidates chunks *stored* before the change. KV depends on all KV before it, so a
     request is *old* if it had GPU blocks when the weights changed, or reuses a block that an old

@@ -151,8 +151,7 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
-    """Warn about a model with only states, or refuse one with attention too, if prefix caching is
-    off.
+    """Without prefix caching, warn about a model with only states, and refuse one with attention.
 
     vLLM then keeps only one state, at a request's end. The block of the state covers the whole
     context, so nothing is offloaded. With attention layers, vLLM's offloading would fail an

@@ -5,7 +5,7 @@ A model is identified by a **digest** of its local files, or by the commit of it
 The digest is the same on all machines. It reads a bounded part of each file:
 
 * safetensors: the header, every tensor of at most 64 KiB in full (norms, biases, quantization
-  scales, of which few bytes have a large effect), and one sample of every larger tensor;
+  scales: a few bytes have a large effect), and one sample of every larger tensor;
 * every weight file: 64 samples of 4 KiB, spread over the whole file;
 * configuration files and code: every byte.
 
@@ -344,7 +344,7 @@ def drafter_of(vllm_config: Any) -> Any:
 
 
 def why_unknown(model: Any, load: Any, foreign_code: Collection[str]) -> list[str]:
-    """Return why weights or code may change without a change of the facts, if they may.
+    """Return the reasons why weights or code may change without a change of the facts.
     `foreign_code` lists load formats and architectures that a plugin has added or replaced."""
     source = ModelSource.of(model)
     weights = str(getattr(model, "model_weights", "") or "")

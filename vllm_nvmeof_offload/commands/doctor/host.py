@@ -309,7 +309,7 @@ class Nic:
 
 
 def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
-    """Return the network interface by controller's name: host_iface, or from the routes.
+    """Return each controller's network interface: its host_iface, or found by the routes.
 
     The routes are those of this process's network namespace; the connection may be in another.
     Policy routing is ignored, and unknown interfaces are omitted.

@@ -38,7 +38,7 @@ class SessionSlots:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The reason for which a server with offloading would refuse to start, and the remedy."""
+    """The reason why a server with offloading would refuse to start, and the remedy."""
 
     what: str
     remedy: str
@@ -61,7 +61,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A part of every byte's path, such as drives, of which the TTFT needs `needed`."""
+    """A part of every byte's path, such as the drives. `needed` is the number for the TTFT."""
 
     name: str
     bytes_per_s: float
