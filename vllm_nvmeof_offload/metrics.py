@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import product
 
+from vllm_nvmeof_offload.errors import OutcomeKind
+
 PREFIX = "vllm:nvmeof_"
 
 #: A metric's name or, if the metric has labels, a tuple of the name and the labels' values.
@@ -56,7 +58,7 @@ _DIRECTION = Label("direction", ("store", "load"))
 _TRANSFER = (_DIRECTION, Label("stage", ("gpu", "pool")))
 _SLOTS = Label("kind", ("cache", "stream", "pool"))
 _TIERS = ("cpu", "pool")
-_OUTCOMES = ("io_error", "checksum_mismatch", "stale", "deadline", "cancelled")
+_OUTCOMES = tuple(kind.value for kind in OutcomeKind if kind is not OutcomeKind.OK)
 
 #: The labels of `config_info`, with values that are constant while a server runs.
 CONFIG_LABELS = (

@@ -31,11 +31,11 @@ from vllm_nvmeof_offload.commands import print_json
 from vllm_nvmeof_offload.commands.exit_codes import FAILED
 from vllm_nvmeof_offload.commands.scrape import Metrics, ScrapeError, scrape_ours
 from vllm_nvmeof_offload.metrics import METRICS, PREFIX, Metric
+from vllm_nvmeof_offload.protocol import VERDICTS
 from vllm_nvmeof_offload.units import format_bytes, human_seconds, printable
 
 Reading: TypeAlias = dict[str, Any]
 
-VERDICTS = ("ok", "degraded", "suspect", "gone")
 #: The sources of prompt tokens, by name.
 PLACES = {
     "gpu": "GPU cache",
