@@ -408,7 +408,7 @@ def inspect(
     which: Which,
     target: Targets = None,
     slot: Annotated[
-        int | None, typer.Option(help="Also read and show this slot of one rank's directory.")
+        int | None, typer.Option(help="Slot to read and show as well; needs one rank's directory.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -225,8 +225,8 @@ class OffloadConfig(BaseModel):
         "of the targets' free space, whichever is less; at most 1 GiB in a container's own layer.",
         ge=0)
     allow_root_file_system: bool = _flag(
-        False, "Accept targets on the root file system. By default only the default target is "
-        "accepted there, because the directory of an unmounted target is on the root file system.")
+        False, "Accept targets on the root file system, where the directory of an unmounted "
+        "target is. The default target is always accepted.")
     chunk_bytes_min: _Size = _key(
         512 * KIB, "bytes", _SIZE_TO_GIB,
         "Smallest chunk size on one rank, from 4 KiB to 1 GiB; a chunk has at most 256 tokens. "
@@ -276,7 +276,7 @@ class OffloadConfig(BaseModel):
         "at most half the bytes of full attention since the previous one; 0: only ends of prompts. "
         "Overridden by vLLM's --prefix-cache-retention-interval above 0.")
     one_copy: bool = _flag(
-        False, "Store one copy of KV that is identical on several ranks, instead of one per rank.")
+        False, "Store only one copy of KV that is identical on several ranks.")
     read_deadline_ms: int = _integer(
         5_000, "ms", 1, 3_600_000,
         "Time after which a read from the pool counts as failed and its tokens are recomputed.")
@@ -285,7 +285,7 @@ class OffloadConfig(BaseModel):
         '"off", "host", or the name of a group of servers: 1 to 64 letters, digits and . _ -',
         "Other servers whose chunks are loaded if model, weights and targets are the same. host: "
         "servers on this host, except on network file systems; off: none; any other name: servers "
-        "on any host with the same name here. Pools stay separate; a group needs O_DIRECT.",
+        "of the group on any host. Pools stay separate; a group needs O_DIRECT.",
         pattern=r"^[A-Za-z0-9._-]{1,64}$")
     server_name: str = _key(
         "", "", "1 to 64 letters, digits and . _ -, or leave it out",
@@ -301,7 +301,7 @@ class OffloadConfig(BaseModel):
         "", "", '"HOST:PORT" with an address of this machine, or leave it out',
         "HOST:PORT at which this server accepts reads for servers that list the address in peers. "
         "Rank r of replica d uses PORT + d * ranks + r. Without share_secret_file, only a loopback "
-        "address is accepted, and every user of the host can read KV through the address.")
+        "address is accepted, through which every user of the host can read KV.")
     serve_bytes: _Size = _key(
         64 * MIB, "bytes", _SIZE_FROM_PAGE,
         "Pinned memory per rank, part of staging_bytes, for reads on behalf of peers; used with "
@@ -316,8 +316,8 @@ class OffloadConfig(BaseModel):
         "path of a file that ends in .prom",
         "HOST:PORT of an HTTP endpoint with this package's metrics and records of recent requests; "
         "replica d uses PORT + d. auto: the first free port from 127.0.0.1:9808 on, if vLLM's Rust "
-        "front end drops the metrics; off: none; a *.prom file: a file for a node exporter, "
-        "written every 15 s.",
+        "front end drops the metrics; off: none; a *.prom file: for a node exporter, written every "
+        "15 s.",
         min_length=1)
     adopt: bool = _flag(True, "Use chunks that an earlier run left in the pool.")
     weights_never_change: bool = _flag(

@@ -159,7 +159,7 @@ def code_of(kind: OutcomeKind) -> int:
 
 
 def outcome_of(code: int, number: int) -> Outcome:
-    """Return the outcome with a column's `code`; `number` is the errno of an I/O error."""
+    """Return the outcome of a row with this `code`; `number` is the errno of an I/O error."""
     return _PLAIN[code] or io_error(number)
 
 

@@ -101,7 +101,7 @@ def test_a_piece_of_an_update_is_not_named(method: str) -> None:
     """Weights are those of the name only when the last piece has come."""
     connector = Connector()
     core = engine(connector)
-    with pytest.raises(ConfigError, match=f"'step-2': {method} is not the last .* after it"):
+    with pytest.raises(ConfigError, match=f"'step-2': {method} is not the last .* afterwards"):
         core.collective_rpc(method, kwargs={"weights_version": "step-2"})
     assert (connector.events, core.asked) == ([], []), "nothing was begun"
 

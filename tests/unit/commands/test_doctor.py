@@ -168,9 +168,9 @@ def test_a_pool_that_a_live_server_holds_is_named_where_another_does_not_fit(
 ) -> None:
     words = ("--target", tmp_path, "--pool", "100TiB")
     write_pool(tmp_path)
-    assert "live servers" not in findings(*words, code=2)["pool_space"]["evidence"]
+    assert "running servers" not in findings(*words, code=2)["pool_space"]["evidence"]
     with server(tmp_path):
-        assert "pools of live servers" in findings(*words, code=2)["pool_space"]["evidence"]
+        assert "pools of running servers" in findings(*words, code=2)["pool_space"]["evidence"]
 
 
 @pytest.mark.parametrize("variable", [False, True])

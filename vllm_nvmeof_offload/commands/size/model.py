@@ -299,7 +299,7 @@ def choose_model(path: Path | None, name: str | None, weights_text: str | None) 
 
 
 def preset(name: str, weights: Weights | None = None) -> ModelShape:
-    """Return the preset with this full name or last part of a name. Raises ConfigError."""
+    """Return the preset with this name, or last part of a name. ConfigError names similar ones."""
     names = {key: one for one in _presets() for key in (one.lower().split("/")[-1], one.lower())}
     if full := names.get(name.lower()):
         return parse_model(_presets()[full], full, weights)
