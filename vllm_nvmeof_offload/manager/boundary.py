@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The boundary that a load can reach in a request with several KV cache groups, and the distance
-between the boundaries that are kept. Pure. vLLM's own look-up finds the boundary key by key and
-has side effects on the request. `plan` applies the same rule with one query per group, so that
+between the boundaries that are kept. Pure. vLLM's own look-up finds the boundary key by key, with
+side effects on the request. `plan` applies the same rule with one query per group, so that
 prefetching fetches what the look-up will find."""
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup, group_id_of, group_ids_of
 
-#: A function that returns which of these keys are present, as a byte (1 or 0) per key.
+#: A function that returns a byte per key: 1 if the key is present, else 0.
 Has = Callable[[Sequence[bytes]], bytes]
 _HIT = b"\1"
 #: The number of chunks in the first query; small, because most prefixes end early.
 _ASKED_FIRST = 16
-#: Kinds of groups whose chunks are useful only at a boundary.
+#: Kinds of groups of which chunks are useful only at a boundary.
 SPARSE = (GroupKind.WINDOW, GroupKind.STATE)
-#: The windows and states of a boundary may take this share of the bytes that are stored for all
+#: The windows and states of a boundary may take this share of the bytes that are stored for the
 #: tokens since the previous boundary.
 _COST_SHARE = 0.5
 _BOUNDARY_TOKENS_MIN = 1024
@@ -36,8 +36,8 @@ def plan(
 ) -> tuple[int, list[bytes]]:
     """Return the boundary in tokens and the keys of a load up to it, or (local, []) for no load.
 
-    `local` is the number of tokens in GPU memory, a multiple of every group's blocks. `limit` is
-    the number of tokens that a load may reach, at most the request's length.
+    `local` is the number of tokens in GPU memory, a multiple of every group's block. `limit` is the
+    number of tokens that a load may reach, at most the request's length.
     """
     boundary = _boundary(groups, keys_by_group, local, limit, has)
     return boundary, wanted(groups, keys_by_group, local, boundary)
@@ -46,8 +46,8 @@ def plan(
 def wanted(
     groups: Sequence[Group], keys_by_group: Sequence[Sequence[bytes]], local: int, boundary: int
 ) -> list[bytes]:
-    """Return the keys of a load that takes a request from `local` tokens to `boundary`, in order:
-    the full prefix, windows and local chunks as far back as they reach, and states."""
+    """Return the keys of a load from `local` tokens to `boundary`, in order: the full prefix, the
+    windows and local chunks within their reach, and the states."""
     keys: list[bytes] = []
     if boundary <= local:
         return keys
@@ -67,9 +67,9 @@ def taken(
     ends_of: Callable[[Sequence[bytes]], Sequence[int]],
 ) -> list[bytes]:
     """Return the keys of a load from `local` tokens to `boundary`, all of which vLLM's look-up has
-    hit. After whole chunks, vLLM may have found the head of a chunk (a partial tail), and then
-    loads the head instead of the chunk. `ends_of` returns the request's tokens up to the end of
-    each key's chunk."""
+    hit. After whole chunks, vLLM may have found the head of a chunk (a partial tail); then it loads
+    the head instead of the chunk. `ends_of` returns the request's tokens up to the end of each
+    key's chunk."""
     keys = wanted(groups, keys_by_group, local, boundary)
     if boundary % unit_tokens(groups) == 0:
         return keys
@@ -97,7 +97,7 @@ def full_prefix(
     has: Has,
 ) -> int:
     """Return the number of tokens, at most `limit_of(limit)`, up to which all full-attention chunks
-    are present. Those up to `start` are known to be present."""
+    are present. Those up to `start` must be."""
     end = limit_of(groups, limit)
     for group, keys in zip(groups, keys_by_group, strict=True):
         if group.kind is not GroupKind.FULL:
@@ -121,17 +121,17 @@ def unit_tokens(groups: Sequence[Group]) -> int:
 
 
 def kept_every(groups: Sequence[Group], unit: int, lasting: int) -> int:
-    """Return the tokens between two boundaries that vLLM keeps in GPU memory so that they can be
-    stored. The result is a multiple of `unit`; `lasting` is the tokens between two lasting
+    """Return the distance in tokens between boundaries that vLLM keeps in GPU memory so that they
+    can be stored. The result is a multiple of `unit`; `lasting` is the distance between lasting
     boundaries. Windows are stored while they are in GPU memory anyway. Without windows, vLLM keeps
-    a state in every unit: an answer's state is stored only until the next one, so it takes no
-    pool space, and most answers are shorter than the distance between lasting boundaries."""
+    a state per unit: an answer's state takes no pool space, because it is stored only until the
+    next one, and most answers are shorter than the distance between lasting ones."""
     return lasting if any(group.kind is GroupKind.WINDOW for group in groups) else unit
 
 
 def automatic(groups: Sequence[RankGroup], unit: int) -> int:
-    """Return the tokens between two lasting boundaries, a multiple of `unit`, or 0 if no group
-    needs boundaries."""
+    """Return the distance in tokens between lasting boundaries, a multiple of `unit`, or 0 if no
+    group needs boundaries."""
     sparse = [one for one in groups if one.group.kind in SPARSE]
     if not sparse:
         return 0
@@ -150,11 +150,9 @@ def automatic(groups: Sequence[RankGroup], unit: int) -> int:
 
 
 def limit_of(groups: Sequence[Group], tokens: int) -> int:
-    """Return the number of tokens that a load may reach in a request of this length.
-
-    With windows or states, vLLM computes at least the last token, and resumes from states only at
-    the end of a whole chunk.
-    """
+    """Return the number of tokens that a load can reach in a request of this length. With windows
+    or states, vLLM computes at least the last token, and resumes from states only at the end of a
+    whole chunk."""
     if all(group.kind is GroupKind.FULL for group in groups):
         return tokens
     tokens -= 1
@@ -165,7 +163,7 @@ def limit_of(groups: Sequence[Group], tokens: int) -> int:
 
 
 def _needed_from(group: Group, boundary: int) -> int:
-    """Return the first token of the group that is needed to resume at `boundary`."""
+    """Return the group's first token that is needed to resume at `boundary`."""
     if group.kind is GroupKind.FULL:
         return 0
     reach = group.reach_tokens
@@ -186,7 +184,7 @@ def _boundary(
     has: Has,
 ) -> int:
     """Find the boundary by vLLM's rule: full attention first, then windows and states, longest
-    reach first. Each group may lower the boundary. Rounds are repeated until no group does."""
+    reach first. Each group may lower the boundary; rounds repeat until no group does."""
     full = [at for at, group in enumerate(groups) if group.reach_chunks is None]
     tails = [at for at, group in enumerate(groups) if group.reach_chunks is not None]
     tails.sort(key=lambda at: groups[at].reach_chunks or 0, reverse=True)
@@ -221,7 +219,7 @@ def _boundary(
 
 
 def _reach_at(group: Group, boundary: int) -> int:
-    """Return the number of chunks of a window or state that a boundary needs. A window that ends
+    """Return the number of a window's or state's chunks that a boundary needs. A window that ends
     within a chunk may begin one chunk earlier."""
     assert group.reach_chunks is not None
     if group.kind is not GroupKind.WINDOW or group.reach_tokens is None:
@@ -240,12 +238,9 @@ def _last_run(hits: bytes, reach: int, reach_at_end: int) -> int:
     return at + reach if at >= 0 else len(hits) - len(hits.lstrip(_HIT))
 
 
-# The order of several KV cache groups' chunks.
-#
-# A boundary is useful only if the whole prefix before it is present, and so are the windows and
-# states that end at it. Chunks are therefore evicted in the order of their last tokens. Of those
-# that end at the same token, full-attention chunks are evicted last, so the windows and states of
-# the last boundary go before its full-attention chunks.
+# Chunks of several groups are evicted in the order of their last tokens, because a boundary is
+# useful only with its whole prefix and with the windows and states that end at it. Among chunks
+# that end at the same token, full attention is evicted last.
 
 
 def prefix_order(

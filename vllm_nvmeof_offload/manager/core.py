@@ -1,14 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manager's core, which makes all decisions. It is pure: no I/O, no vLLM, no torch.
+"""The manager's core, which decides where every chunk is kept. No I/O, no vLLM, no torch.
 
-All calls are made on one thread. Each decision uses only data in memory and produces a command with
-an op number, which the ranks answer with reports (`protocol.py`). The commands of `prepare_store`
-and `prepare_load` are sent in vLLM's own transfer jobs; all others are queued for `take_commands`.
+All calls are made on one thread. A decision uses only data in memory. It produces a command with an
+op number, and the ranks answer with reports (`protocol.py`). Commands of `prepare_store` and
+`prepare_load` are sent in vLLM's transfer jobs; all others are queued for `take_commands`.
 
-Python runs once per batch. Code that runs per chunk is in `native.Tiers`: the index, the slots of
-both tiers, eviction, and the states of entries.
-
-The caller registers waiting requests with `reload`, which acts once per step, in `turn`.
+Code that runs per chunk is in `native.Tiers`: the index, the slots of both tiers, eviction, and the
+states of entries.
 """
 
 from __future__ import annotations
@@ -82,10 +80,10 @@ from vllm_nvmeof_offload.protocol import (
 __all__ = ["CoreConfig", "ManagerCore", "SessionIds", "Source", "StorePlan"]
 #: `StoreThreshold` counts as many keys as there are slots, but at least this many.
 _SIGHTINGS_MIN = 1 << 16
-#: The longest time for which a request may retain chunks: a session's end must be bounded.
+#: The longest retention that a request can ask for: a session's end must be bounded.
 RETAIN_S_MAX = 7 * 24 * 3600
-#: The shortest time between two saves of sessions, and the largest share of the time for them. A
-#: save of a million chunks takes 0.15 s of a step (2 cores, busy).
+#: The minimum interval between two saves of the sessions, and the largest share of time that saves
+#: may take. Saving a million chunks takes 0.15 s of a step (2 cores, busy).
 _SAVES_PERIOD_S, _SAVES_SHARE = 1.0, 1 / 1000
 #: The sources, indexed by the number that the native look-up returns.
 _SOURCES = (None, Source.CPU, Source.POOL, Source.SHARED)
@@ -108,9 +106,8 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
     ("unwritten_chunks", "shared"),
 )
 _SOURCE_NAMES = tuple(source.value for source in Source)
-#: Keys in `take_changes`: an eighth of those that wait, within these bounds. Splitting and pickling
-#: 32,768 keys takes 8 ms (AMD EPYC), and a start with ten million chunks is reported within 310
-#: steps.
+#: Keys per `take_changes`: an eighth of the backlog, within these bounds. Splitting and pickling
+#: 32,768 keys takes 8 ms (AMD EPYC); ten million adopted chunks are reported within 310 steps.
 _CHANGES_MIN, _CHANGES_MAX = 4096, 32_768
 _CHANGES_SHARE = 8
 
@@ -124,17 +121,15 @@ class Change(NamedTuple):
 
 
 class SessionIds(NamedTuple):
-    """The numbers of a session (64 bits) and of its client (32 bits), the holder of a salt."""
+    """The number of a session (64 bits) and of its client, the holder of a cache salt (32 bits)."""
 
     session: int
     client: int
 
 
 class StorePlan(NamedTuple):
-    """The result of `prepare_store`. `command` is None if there is nothing to store.
-
-    `refused` lists the new chunks for which there was no cache slot: the last of the prefix.
-    """
+    """The result of `prepare_store`. `command` is None if there is nothing to store. `refused`
+    lists the new chunks that got no cache slot: the last ones of the prefix."""
 
     command: StoreCommand | None
     refused: list[bytes]
@@ -143,11 +138,11 @@ class StorePlan(NamedTuple):
 class ManagerCore:
     """The state of every offloaded chunk in both tiers, created from the ranks' handshake.
 
-    `policy` is a user's eviction policy, or None for the native one. `wall_clock` goes on while no
-    server runs, and dates what is retained on disk. `first_generation` is for simulations; None
-    selects a random number. `prompts_s` returns the seconds that the model has spent on prompts
-    since the start. `foreign` gives access to other engines' chunks on the same targets; it is None
-    if nothing is shared.
+    `policy` is a user's eviction policy; None selects the native one. `wall_clock` dates what is
+    retained on disk, because it also advances while no server runs. `first_generation` is for
+    simulations; None selects a random number. `prompts_s` returns the seconds that the model has
+    spent on prompts since the start. `foreign` gives access to other engines' chunks on the same
+    targets; it is None if nothing is shared.
     """
 
     def __init__(
@@ -178,7 +173,7 @@ class ManagerCore:
         #: What was found, loaded and computed for the last requests.
         self.request_log = RequestLog()
         self.planned: LoadRecord | None = None  # the record of the load that was planned last
-        #: Positions of groups whose bytes differ on ranks that should have equal bytes.
+        #: Positions of groups whose bytes differed between ranks that must store equal bytes.
         self.unequal_groups: list[int] = []
         self._clock, self._wall_clock = clock, wall_clock
         self._ledger = Ledger(config.world_size, clock, prompts_s)
@@ -207,7 +202,7 @@ class ManagerCore:
         incomplete = agreement.unadopted + len(entries) - adopted
         self._counters["adoption_chunks", "adopted"] += adopted
         self._counters["adoption_chunks", "incomplete"] += incomplete
-        #: Whether the file of sessions is outdated, and when it may be replaced.
+        #: Whether the sessions file is outdated, and the earliest time to replace it.
         self._is_unsaved, self._save_s = False, clock()
         saved = SavedSessions.decode(agreement.sessions)
         if len(saved.sessions) and len(entries):
@@ -244,23 +239,21 @@ class ManagerCore:
     # -- look-up ----------------------------------------------------------------------
 
     def lookup(self, key: bytes, sources: int = FROM_CPU | FROM_POOL) -> Source | None:
-        """Return where `key` can be loaded from now, or None for a miss."""
+        """Return the source from which `key` can be loaded now, or None for a miss."""
         return _SOURCES[self._tiers.lookup(key, sources)]
 
     def look_ups(self, sources_of: Callable[[Any], int], hit: object, miss: object) -> LookUps:
         """Return an object that answers vLLM's look-ups of single keys. `sources_of` returns the
-        sources that a request's filter allows. `hit` and `miss` are vLLM's two answers."""
+        sources that a request's filter allows; `hit` and `miss` are vLLM's two answers."""
         return LookUps(self._tiers, sources_of, hit, miss)
 
     def present(self, keys: Sequence[bytes], sources: int = FROM_CPU | FROM_POOL) -> bytes:
-        """Return a byte per key: 1 if a look-up in these sources would find the key, else 0."""
+        """Return one byte per key: 1 if a look-up in these sources would hit, else 0."""
         return self._tiers.present(keys, sources)
 
     def find(self, keys: Sequence[bytes], tokens: int = 0) -> Find:
-        """Return the bytes and tokens of a load of `keys`, all of which `lookup` has just found.
-
-        `tokens` is the number of tokens that `keys` cover; 0 for whole full-attention chunks.
-        """
+        """Return the bytes and tokens of a load of `keys`, all of which a look-up has just found.
+        `tokens` is the number of tokens that they cover; 0 for whole full-attention chunks."""
         leading, read_bytes = self._tiers.weigh(keys, self._lane_bytes)
         if self.config.full_attention_only:
             missing = (len(keys) - leading) * self.config.groups[0].tokens_per_chunk
@@ -268,23 +261,23 @@ class ManagerCore:
         return Find(leading, read_bytes, self.queued_bytes(), tokens)
 
     def queued_bytes(self) -> list[int]:
-        """Return the bytes that loads have yet to read, by lane."""
+        """Return the bytes that loads still have to read, by lane."""
         return self._load_times.reading.copy()
 
     def whereabouts(self, keys: Sequence[bytes], sources: int) -> Whereabouts | None:
-        """Return where these keys' chunks are, or None if a look-up in these sources misses one."""
+        """Return the locations of these chunks, or None if a look-up in these sources misses."""
         return self._tiers.whereabouts(keys, sources)
 
     def unmoved(self, before: Whereabouts, keys: Sequence[bytes], sources: int) -> bool:
-        """Return whether these chunks are still as in `before`, with no load of one begun since."""
+        """Return whether no chunk has moved since `before`, and no load of one has begun."""
         return self._tiers.unmoved(before, keys, sources)
 
     def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
-        """Record the end of a request that used `keys`. `ends` is as in `prepare_store`, but a key
-        may appear twice."""
+        """Record the end of a request that used `keys`. `ends` is as in `prepare_store`, except
+        that a key may appear twice."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.touch(keys, ended=True)
-        self._tiers.drain()  # writes chunks that other engines have dropped
+        self._tiers.drain()  # write chunks that other engines have dropped
 
     # -- store ------------------------------------------------------------------------
 
@@ -297,14 +290,14 @@ class ManagerCore:
         again: Collection[bytes] = (),
         client: int = 0,
     ) -> StorePlan:
-        """Plan to store those of `keys` that are new and have reached the store threshold, as many
-        as fit, in prefix order. The command's rows are in the order of `keys`.
+        """Plan to store those of `keys` that are new and have reached the store threshold, in
+        prefix order, while cache slots last. The command's rows are in the order of `keys`.
 
         With several groups, `ends` gives the request's tokens up to each chunk's end, and each key
-        must appear once. Without `ends`, the keys must be in prefix order. `provisional` states for
-        each key whether its chunk must not be written before `keep`; None if there is no such
-        chunk. `again` contains keys that the request has offered before. `client` is the request's
-        `pool.format.client_of`, which is stored with the chunks; 0 if unknown.
+        must appear once. Without `ends`, the keys must be in prefix order. `provisional` marks the
+        keys whose chunks must not be written before `keep`. `again` contains keys that the request
+        has offered before. `client` is the request's `pool.format.client_of`, which is stored with
+        the chunks; 0 if unknown.
         """
         once = list(dict.fromkeys(keys)) if ends is None and len(keys) > 1 else keys
         in_order, order = self._in_prefix_order(once, ends)
@@ -331,24 +324,24 @@ class ManagerCore:
     def _in_prefix_order(
         self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None
     ) -> tuple[Sequence[bytes], npt.NDArray[np.uint32] | None]:
-        """Return the keys in prefix order, and their indexes in `keys` or None if unchanged."""
+        """Return the keys in prefix order, and their indexes in `keys` (None if unchanged)."""
         if ends is None or not keys:
             return keys, None
         order = prefix_order(keys, ends, self.config.groups)
         return [keys[at] for at in order.tolist()], order
 
     def supersede(self, keys: Sequence[bytes]) -> None:
-        """Make these provisional chunks the next to be evicted, unless a request uses them."""
+        """Evict these provisional chunks next, unless a request uses them."""
         self._tiers.supersede(keys)
 
     def keep(self, keys: Sequence[bytes]) -> None:
-        """Turn provisional chunks among these into ordinary ones, which are kept and written."""
+        """Make the provisional chunks among these ordinary ones, which are kept and written."""
         self._tiers.keep(keys)
         self._tiers.drain()
 
     def cool(self, keys: Sequence[bytes]) -> None:
-        """Make these chunks the next to be evicted from the CPU tier, the last one first, except
-        chunks that several requests have used."""
+        """Evict these chunks from the CPU tier next, the last one first, except chunks that several
+        requests have used."""
         self._tiers.cool(keys)
         self._tiers.drain()
 
@@ -362,21 +355,20 @@ class ManagerCore:
         seconds: int,
         priority: int,
     ) -> None:
-        """Retain these chunks for a time, and those that the session retains already. `ends` is as
-        in `ended`. If the session's client may retain no more, its sessions of a lower `priority`
+        """Retain these chunks, and those that the session already retains, for `seconds`. `ends` is
+        as in `ended`. If the client's share is used up, the client's sessions of lower `priority`
         (1 to 100) retain less."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.retain(keys, *session, int(self._clock()) + seconds, priority)
         self._is_unsaved = self.capacity.pool_slots_total > 0
 
     def drop_session(self, session: SessionIds) -> None:
-        """Retain a session's chunks no longer. Nothing happens if there is no such session."""
+        """Stop retaining a session's chunks. An unknown session is ignored."""
         if self._tiers.drop_session(session.session):
             self._is_unsaved = self.capacity.pool_slots_total > 0
 
     def _save_sessions(self) -> list[Command]:
-        """Return the command that saves the sessions, if it is due: at once, but not more often
-        than `_SAVES_PERIOD_S` and `_SAVES_SHARE` allow."""
+        """Return the command that saves the sessions, or no command if a save is not due."""
         now_s = self._clock()
         if not self._is_unsaved or now_s < self._save_s:
             return []
@@ -390,7 +382,7 @@ class ManagerCore:
         return [SessionsCommand(content)]
 
     def _restore_sessions(self, saved: SavedSessions, entries: AdoptedEntries) -> None:
-        """Retain what an earlier process retained, as far as it is adopted and has time left."""
+        """Retain again what an earlier process retained, if it was adopted and has time left."""
         now, wall = int(self._clock()), int(self._wall_clock())
         order = np.argsort(entries.generations)
         at = np.searchsorted(entries.generations, saved.generations, sorter=order)
@@ -419,10 +411,10 @@ class ManagerCore:
     ) -> LoadCommand:
         """Plan the load of `keys` and pin their chunks. Rows of evicted chunks fail with STALE.
 
-        `limit_s` is the time after which the load is cut off, not counting time spent on prompts;
-        None for no limit. `tokens` are the request's tokens that the load covers; empty for whole
-        chunks of full attention from the first token. `ends` and `client` are as in
-        `prepare_store`, `helpers` as in `LoadCommand`, `predicted_s` as in `Decision`.
+        `limit_s` is the time after which the load is cut off, excluding time spent on prompts; None
+        for no limit. `tokens` are the request's tokens that the load covers; empty for whole
+        full-attention chunks from the first token. `ends` and `client` are as in `prepare_store`,
+        `helpers` as in `LoadCommand`, `predicted_s` as in `Decision`.
         """
         in_order, order = self._in_prefix_order(keys, ends)
         batch = self._tiers.plan_load(in_order, self._land_max, order, client)
@@ -447,15 +439,15 @@ class ManagerCore:
     def tokens_by_source(
         self, batch: ChunkBatch, tokens: range, ends: npt.NDArray[np.int64] | None
     ) -> tuple[int, int, int]:
-        """Return how many of `tokens` a load takes from each `Source`, in their order. `ends` is as
-        in `prepare_store`. A token with chunks in several sources counts for the last of these.
-        Evicted chunks cover none, and windows may not cover all."""
+        """Return the number of `tokens` that a load takes from each `Source`, in the enum's order.
+        `ends` is as in `prepare_store`. A token with chunks in several sources counts for the last
+        source. Evicted chunks cover no tokens, and windows may not cover all."""
         return self._tiers.tokens_by_source(batch, tokens.start, tokens.stop, ends)
 
     # -- other engines' chunks --------------------------------------------------------
 
     def _attach(self) -> None:
-        """Make the ranks open the regions that the next commands name for the first time."""
+        """Make the ranks open the regions that the next commands are the first to name."""
         assert self._foreign is not None
         for owner, engine_index, pool_uuid in self._foreign.take_attachments():
             op = self._ledger.open(OpKind.ATTACH)
@@ -475,8 +467,8 @@ class ManagerCore:
     # -- commands and reports ---------------------------------------------------------
 
     def turn(self) -> None:
-        """Hold and fetch chunks for waiting requests, cut off overdue loads, and end sessions whose
-        time has passed. Call this once per step, before the step's commands are taken."""
+        """Hold and fetch chunks for waiting requests, cut off overdue loads, and end expired
+        sessions. Call once per step, before `take_commands`."""
         for op in self._load_times.take_overdue():
             self._unsent.append(CancelCommand(op))
             self._counters["loads_cut"] += 1
@@ -484,7 +476,7 @@ class ManagerCore:
         self.reload.turn()
 
     def take_commands(self) -> list[Command]:
-        """Return all commands to send to every rank with this step, in order."""
+        """Take all commands to send to every rank with this step, in order."""
         foreign = self._foreign
         borrows = foreign is not None and foreign.is_used
         if borrows:
@@ -505,15 +497,15 @@ class ManagerCore:
             urgency = Urgency.URGENT if reason is Reason.RELOAD else Urgency.PREFETCH
             commands.append(FetchCommand(op.number, columns_of(fetches), urgency))
         if foreign is not None and borrows:
-            # The ranks close the regions of engines that no longer exist with the next step,
-            # because this step's loads may use the regions.
+            # Regions of engines that no longer exist are closed in the next step, because this
+            # step's loads may still use them.
             self._unsent += map(DetachCommand, foreign.take_detachments())
         return commands
 
     def report(self, reports: Iterable[Report]) -> None:
-        """Apply the ranks' reports, in order of arrival."""
+        """Apply the ranks' reports in order of arrival."""
         for report in reports:
-            if isinstance(report, OpReport):  # most are of this kind or the next
+            if isinstance(report, OpReport):  # most reports are of this kind or the next
                 self._reported(self._ledger[report.op], report)
             elif isinstance(report, OpReports):
                 self._reported_whole(report)
@@ -550,7 +542,7 @@ class ManagerCore:
             self.reset(same_weights=True)  # on disk too, for other engines and after a restart
 
     def _reported_whole(self, report: OpReports) -> None:
-        """Apply a rank's reports on several ops, all of whose rows are OK and released."""
+        """Apply a rank's report that all rows of several ops are OK and released."""
         ops, batches = [], []
         for op in self._ledger.named(report.columns()[0]):
             if op.batch is None:
@@ -574,7 +566,7 @@ class ManagerCore:
         failed: list[int],
         ended: bool,
     ) -> None:
-        """Apply the effects of a report on `op`, as returned by `Tiers.report`."""
+        """Apply the effects of a report on `op`, as `Tiers.report` returned them."""
         if lost:
             self._holds.lost(batch, lost)
         if op.kind is OpKind.FETCH:
@@ -591,7 +583,6 @@ class ManagerCore:
             self._load_times.probed(op)
 
     def _load_ended(self, op: Op) -> None:
-        """Record the outcome of a load, and count the time that it saved or lost."""
         record = op.record
         assert record is not None
         record.seconds, record.was_cut_off = self._load_times.loaded(op)
@@ -616,12 +607,11 @@ class ManagerCore:
             self.last_failures[series] = op.failure
 
     def has_pending_work(self, *, count_writes: bool = True) -> bool:
-        """Return whether a command waits to be sent, or a report is awaited and not overdue. If
-        `count_writes` is False, write-behind is ignored, because it can wait for the engine's next
-        step."""
+        """Return whether a command waits to be sent, or a report is awaited and not overdue.
+        `count_writes=False` ignores writes, because they can wait for the engine's next step."""
         if self._unsent or self._tiers.fetches_intended:
             return True
-        # Sessions that are due later wait too, or an idle engine would step for nothing.
+        # Only a save that is due soon counts, or an idle engine would step for nothing.
         saves_soon = self._is_unsaved and self._save_s - self._clock() <= _SAVES_PERIOD_S
         if count_writes and (self._tiers.writes_intended or saves_soon):
             return True
@@ -640,7 +630,7 @@ class ManagerCore:
         errnos: npt.NDArray[np.int16],
         places: npt.NDArray[np.int64],
     ) -> None:
-        """Count rows that failed, once every rank has reported on them."""
+        """Count failed rows on which every rank has reported."""
         if op.record is not None:
             kinds = Counter(op.record.failed_chunks)
             for code, count in Counter(codes.tolist()).items():
@@ -661,8 +651,8 @@ class ManagerCore:
             self.last_failures[series] = outcome
 
     def _count_lost(self, op: Op, row: int) -> None:
-        """Count the tokens that are recomputed because this row of a load has failed: those from
-        this row on or, with several groups, all of the load's tokens."""
+        """Count the tokens that are recomputed because this row of a load failed: those from this
+        row on or, with several groups, all tokens of the load."""
         lost = len(op.tokens)
         if self.config.full_attention_only:
             per_chunk = self.config.groups[0].tokens_per_chunk
@@ -674,7 +664,7 @@ class ManagerCore:
 
     @property
     def counters(self) -> Counts:
-        """Return the counts of events since the start, under the names of `metrics.COUNTERS`."""
+        """The counts of events since the start, by the series of `metrics.COUNTERS`."""
         for series, amount in zip(_NATIVE_COUNTS, self._tiers.take_counts(), strict=True):
             if amount:
                 self._counters[series] += amount
@@ -685,17 +675,17 @@ class ManagerCore:
 
     @property
     def changed_keys(self) -> int:
-        """Return the number of keys in the changes not yet taken; 0 unless `kv_events` is set."""
+        """The number of keys in changes not yet taken; 0 unless `kv_events` is set."""
         return self._tiers.moved_bytes // self.config.key_bytes
 
     def take_changes(self) -> list[Change]:
-        """Return the oldest changes of the tiers' chunks, in order, as many as a step should carry.
+        """Take the oldest changes of the tiers' contents, in order, up to the limit of a step.
 
-        A chunk is *in* the CPU tier once its copy is complete on every rank, and in the pool once
-        its write is complete. It leaves a tier when eviction, a failure or a reset removes it; a
-        chunk that is evicted from pinned memory may still be in the pool. Applied in order, the
-        changes give exactly the index; vLLM announces their blocks, which consumers must count. A
-        reset drops arrivals that were not taken, because it also removes those keys.
+        A chunk is in the CPU tier once its copy is complete on every rank, and in the pool once its
+        write is complete. Eviction, a failure or a reset removes it from a tier; a chunk evicted
+        from pinned memory may still be in the pool. Applied in order, the changes reproduce the
+        index. Consumers must count the announcements of each block. A reset drops additions that
+        were not taken, because it also removes their keys.
         """
         left = min(max(_CHANGES_MIN, self.changed_keys // _CHANGES_SHARE), _CHANGES_MAX)
         key_bytes = self.config.key_bytes
@@ -707,7 +697,7 @@ class ManagerCore:
     # -- weights and resets -----------------------------------------------------------
 
     def weights_changed(self) -> None:
-        """Remove the weights' name, so that no later start adopts chunks. A reset must follow."""
+        """Forget the weights' name, so that no later start adopts chunks. A reset must follow."""
         self._tag, self._is_named = b"", False
 
     def name_weights(self, tag: bytes) -> bool:
@@ -728,21 +718,21 @@ class ManagerCore:
 
     @property
     def is_storing(self) -> bool:
-        """Whether any rank still copies chunks from GPU memory."""
+        """Whether any rank is still copying chunks from GPU memory."""
         return any(op.kind is OpKind.STORE for op in self._ledger)
 
     def reset(self, *, same_weights: bool = False) -> bool:
         """Drop every entry, on disk too. Slots become free as the ranks release them.
 
-        With `same_weights`, later chunks keep the share tag of the dropped ones. Returns False if
-        nothing was left to drop and a reset is queued already.
+        With `same_weights`, later chunks keep the share tag of the dropped ones. Return False if
+        nothing was left to drop and a reset is already queued.
         """
         tag = self._shared_tag if same_weights else self._tag if self._is_named else b""
         last = self._unsent[-1] if self._unsent else None
         if isinstance(last, ResetCommand) and _tag_of(last) == tag and not self._tiers:
             if self._foreign is not None and last is not self._began:
                 self._tiers.reset()  # other engines may have offered more chunks since
-            return False  # a weight update may reset once per piece
+            return False  # a weight update may call this once per piece
         self._unsent[:] = [one for one in self._unsent if not isinstance(one, CancelCommand)]
         op = self._ledger.open(OpKind.RESET)
         # Weights without a name get a random tag, which no other start can use.
@@ -761,7 +751,7 @@ class ManagerCore:
     # -- gauges -----------------------------------------------------------------------
 
     def gauges(self) -> dict[Series, float]:
-        """Return gauges under the names of `metrics.GAUGES`; other names are for leak checks."""
+        """Return gauges by the series of `metrics.GAUGES`; other names serve leak checks."""
         tiers = self._tiers
         retained_cache, retained_pool = tiers.retained
         return {
@@ -793,7 +783,6 @@ class ManagerCore:
         }
 
     def _shared_age_s(self) -> float:
-        """Return the seconds since other engines' tables were read, or 0 if they were not."""
         scanned_ns = self._foreign.scanned_ns if self._foreign else 0
         return max(0.0, self._clock() - scanned_ns / 1e9) if scanned_ns else 0.0
 
@@ -808,7 +797,7 @@ class ManagerCore:
         )
 
     def held(self) -> Iterable[bytes]:
-        """Return the keys with cache slots that are held for waiting requests."""
+        """Return the keys of cache slots that are held for waiting requests."""
         return self._holds.keys(self._tiers)
 
     def entries(self) -> list[Entry]:

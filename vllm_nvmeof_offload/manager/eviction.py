@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The order of eviction: one policy object for the CPU tier, and one per target. Pure.
 
-A policy sees only *evictable* slots: the manager withdraws a slot while it is pinned and admits it
+A policy sees only *evictable* slots: the manager withdraws a slot while it is pinned, and admits it
 again afterwards. A pin is not a use. The manager keeps each slot's last use in an array (`Recency`
-in native/tiers/eviction.h). So a write or its late release neither makes a chunk look recent nor
-reverses the order of a prefix's chunks.
+in native/tiers/eviction.h), so that a write or its late release neither makes a chunk look recently
+used nor reverses the order of a prefix's chunks.
 
-The manager uses `Lru` in native/tiers/eviction.h, or calls a user's class once per slot.
+The manager uses the native `Lru` (native/tiers/eviction.h) or calls a user's class once per slot.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class EvictionPolicy(Protocol):
     """The order in which evictable slots are evicted.
 
     The constructor gets `used`, a read-only view of one integer per slot: the time of its last use,
-    updated by the manager. Time advances with every use of any slot; a withdrawn
-    slot may return with any value. One policy is created for the CPU tier and one for each target,
-    all with at least one slot, and again after each reset. Initially all slots are withdrawn.
+    which the manager updates. Every use of any slot advances the time. A slot may be admitted again
+    with any value. The CPU tier and each target get their own policy, with at least one slot, at
+    the start and after each reset. Initially all slots are withdrawn.
     """
 
     def admit(self, slot: int) -> None:
@@ -51,15 +51,14 @@ MakePolicy = Callable[[Sequence[int]], EvictionPolicy]
 
 
 _KEY = "eviction_policy"
-#: Names of the native order; `credited_lru` differs in `Recency`, not in the order.
+#: Names of the native order; `credited_lru` differs only in `Recency`.
 POLICIES = (CREDITED, "lru")
 _METHODS = ("admit", "withdraw", "touch", "peek", "victim")
 
 
 def credit_share(name: str, write_policy: WritePolicy = WritePolicy.THROUGH) -> float:
-    """Return `CoreConfig.credit_share` for the policy `name`; 0 if chunks are written on eviction.
-
-    Plain LRU then hits more often: 52.2 % to 49.9 % in `bench simulate` on public agentic traces.
+    """Return `CoreConfig.credit_share` for the policy `name`; 0 if chunks are written on eviction,
+    when plain LRU hits more: 52.2 % instead of 49.9 % of public agentic traces (`bench simulate`).
     """
     return CREDIT_SHARE if name == CREDITED and write_policy is WritePolicy.THROUGH else 0.0
 
@@ -92,7 +91,7 @@ def _imported(name: str) -> Callable[..., EvictionPolicy]:
         raise ConfigError(_KEY, name, remedy) from error
     found: Callable[..., EvictionPolicy] | None = getattr(imported, attribute, None)
     if found is None:
-        # A folder of this name can be imported as a module too, but has no file.
+        # A directory of this name is importable as a namespace package, but has no file.
         where = getattr(imported, "__file__", None) or ", ".join(getattr(imported, "__path__", ()))
         remedy = (
             f"the module, found at {where}, has no {attribute}; name a class that it defines, or "

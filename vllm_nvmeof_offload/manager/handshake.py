@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
-#: The configured name of the eviction policy that gives credit for a chunk's reuse (`Recency`).
+#: The configured name of the eviction policy that credits the reuse of chunks (`Recency`).
 CREDITED = "credited_lru"
 #: The credit for each reuse of a chunk, in uses, as a multiple of the tier's slots. A request
 #: touches each of its chunks about three times.
@@ -34,7 +34,7 @@ CREDIT_SHARE = 2.0
 
 
 def ahead_shares(share: float) -> tuple[float, float, float]:
-    """Return the shares for one load, preempted requests and queued ones (`ahead_cache_share`)."""
+    """Return the shares for one load, preempted requests and queued requests."""
     return share, share / 2, share / 2
 
 
@@ -53,17 +53,16 @@ class WritePolicy(enum.Enum):
 class CoreConfig:
     """The core's configuration. Shares are fractions of the cache slots.
 
-    `world_size` is the number of ranks that report. `key_bytes` is the length of every offload key:
+    `world_size` is the number of ranks that report. `key_bytes` is the length of an offload key:
     vLLM's block hash and four bytes of the group's number. `groups` are the offloaded KV cache
-    groups, by position. A chunk is stored on its n-th sighting, where n is `store_threshold`
-    (`StoreThreshold`). `eviction_policy` is the configured name, for the start line; the core gets
-    the policy separately. `credit_share` is how much longer a reused chunk is kept (`Recency`); 0
-    is plain LRU. With `ON_EVICTION`, at least `clean_share` stays free or evictable without loss.
-    With `kv_events`, changes are recorded until the caller takes them (`ManagerCore.take_changes`).
-    `retain_share` of each tier's slots may hold what one client retains.
-    Without `admission`, everything that is found is loaded. `equal_min` chunks of a group must be
-    equal on a set's ranks before the ranks share one copy; after that, every rank stores one chunk
-    in `sample_every`, which is compared again. `peers` are the peers' addresses, by lane.
+    groups, by position. A chunk is stored on sighting number `store_threshold`. `eviction_policy`
+    is the configured name, for the start line; the core gets the policy separately. `credit_share`
+    states how much longer a reused chunk is kept (`Recency`); 0 is plain LRU. With `ON_EVICTION`,
+    at least `clean_share` stays free or evictable without loss. With `kv_events`, changes are
+    recorded for `ManagerCore.take_changes`. One client can retain `retain_share` of each tier.
+    Without `admission`, every hit is loaded. `equal_min` chunks of a group must be equal on a set's
+    ranks before the ranks share one copy; from then on, every rank also stores one chunk in
+    `sample_every`, for comparison. `peers` are the peers' addresses, by lane.
     """
 
     world_size: int = 1
@@ -86,7 +85,7 @@ class CoreConfig:
     equal_min: int = 8
     sample_every: int = 1024
     peers: tuple[str, ...] = ()
-    #: Whether the only group has full attention. Every chunk then covers its own tokens, and a load
+    #: Whether the only group has full attention: every chunk then covers its own tokens, and a load
     #: with a gap still covers the tokens before the gap. Stored, because ops read it often.
     full_attention_only: bool = field(init=False, repr=False, compare=False)
 
@@ -95,9 +94,9 @@ class CoreConfig:
         object.__setattr__(self, "full_attention_only", only)
 
     def tokens_in(self, slots: int, set_sizes: Sequence[int] = ()) -> int:
-        """Return the tokens that this many slots hold, without boundaries' windows and states.
-        `set_sizes` is, by group, the number of ranks that share one copy of a chunk; empty if each
-        rank has its own."""
+        """Return the tokens that this many slots hold, excluding the windows and states of
+        boundaries. `set_sizes` is, by group, the number of ranks that share one copy of a chunk;
+        empty if each rank has its own."""
         dense = self._dense or (self.groups[leading(self.groups)],)
         sizes = [set_sizes[self.groups.index(group)] if set_sizes else 1 for group in dense]
         per_slot = [group.tokens_per_chunk * size for group, size in zip(dense, sizes, strict=True)]
@@ -106,13 +105,13 @@ class CoreConfig:
 
     @property
     def boundary_slots(self) -> int:
-        """Return the number of slots that one boundary's windows and states occupy."""
+        """The number of slots that the windows and states of one boundary occupy."""
         tails = (group for group in self.groups if group not in self._dense)
         return sum(group.reach_chunks or 0 for group in tails)
 
     @property
     def _dense(self) -> tuple[Group, ...]:
-        """Return the groups of which every chunk is stored."""
+        """The groups of which every chunk is stored."""
         kinds = (GroupKind.FULL, GroupKind.LOCAL)
         return tuple(group for group in self.groups if group.kind in kinds)
 
@@ -120,9 +119,8 @@ class CoreConfig:
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """The slots that every rank has, and their common shape. `pool_slots` is by target.
-    `group_bytes` is, by group, the number of bytes that a chunk occupies in a slot, on the rank
-    where that is largest. `set_sizes` is, by group, the number of ranks with equal bytes, which
-    together store one copy of a chunk."""
+    `group_bytes` is, by group, the bytes of a chunk on the rank where they are most. `set_sizes`
+    is, by group, the number of ranks with equal bytes, which together store one copy of a chunk."""
 
     cache_slots: int
     pool_slots: tuple[int, ...]
@@ -136,14 +134,14 @@ class Capacity:
 
     @property
     def lane_bytes(self) -> tuple[int, ...]:
-        """Return the bytes that one rank reads per chunk, by group: first for chunks with a copy on
-        every rank, then for chunks with one copy per set, averaged over the set's ranks."""
+        """The bytes that one rank reads per chunk, by group: first for chunks with a copy on every
+        rank, then for chunks with one copy per set, averaged over the set's ranks."""
         single = (size // n for size, n in zip(self.group_bytes, self.set_sizes, strict=True))
         return (*self.group_bytes, *single)
 
     @property
     def slot_fill(self) -> float:
-        """Return the share of a slot that a chunk fills, averaged over the groups."""
+        """The share of a slot that a chunk fills, averaged over the groups."""
         return sum(self.group_bytes) / len(self.group_bytes) / self.slot_bytes
 
 
@@ -154,17 +152,17 @@ class Agreement:
     capacity: Capacity
     #: The places are in range and ascending. If a key has several, the lowest one is adopted.
     entries: AdoptedEntries
-    #: The number of entries on the rank that found the most, minus the adopted ones.
+    #: The number of entries on the rank that found the most, less the adopted ones.
     unadopted: int
     notes: tuple[str, ...] = ()
     #: The share tag at the start; empty if no later start may adopt the chunks written.
     tag: bytes = b""
-    #: The file of sessions that an earlier process retained.
+    #: The sessions file of an earlier process.
     sessions: bytes = b""
 
 
 def agree(hellos: Sequence[RankHello]) -> Agreement:
-    """Agree on the minimum capacity of the ranks, and on the intersection of their tables."""
+    """Agree on the ranks' minimum capacity and on the intersection of their tables."""
     first = hellos[0]
     groups = tuple(of_rank.group for of_rank in first.groups)
     for hello in hellos:
@@ -181,12 +179,12 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
     tag = first.tag if len({h.tag for h in hellos}) == 1 else b""
     shapes = {(h.engine_index, h.keyspace, h.target_count) for h in hellos}
     if len(shapes) > 1:
-        # Slot numbers then mean different places on different ranks, which is harmless for new
+        # Slot numbers then mean different places on different ranks. This is harmless for new
         # chunks, but would be fatal for adopted ones.
-        note = f"ranks opened different pools {sorted(shapes)}: nothing is adopted"
+        note = f"the ranks opened different pools {sorted(shapes)}: nothing is adopted"
         return Agreement(capacity, AdoptedEntries(), found, (note,))
     entries, found, lost = _adopted(hellos, dict(zip(groups, capacity.set_sizes, strict=False)))
-    note = f"{lost} pool entries of rank {first.rank} are not on every rank: dropped"
+    note = f"dropped {lost} pool entries of rank {first.rank} that another rank lacks"
     if len(entries):
         slots_of = np.array(capacity.pool_slots, np.int64)[target_of(entries.places)]
         in_range = slot_of(entries.places) < slots_of
@@ -209,8 +207,8 @@ def _adopted(
     """Return the entries found on all ranks that must have them, the number of entries on the rank
     that found the most, and the number of the first rank's entries that are not adopted.
 
-    A chunk with a copy on every rank is required on all of them; one with a single copy per set is
-    required on the same member of every set.
+    A chunk with a copy on every rank must be on all ranks; a chunk with one copy per set must be on
+    the same member of every set.
     """
     all_holders = [[_of_member(_in_order(hello.adopted), EVERY_MEMBER) for hello in hellos]]
     for size in sorted(set(set_sizes.values()) - {1}):
@@ -244,7 +242,6 @@ def _of_member(entries: AdoptedEntries, member: int) -> AdoptedEntries:
 
 
 def _of_groups(entries: AdoptedEntries, ids: Sequence[int]) -> AdoptedEntries:
-    """Return the entries with keys of the groups with these ids."""
     if not len(entries):
         return entries
     found = group_ids_of(entries.keys, len(entries))

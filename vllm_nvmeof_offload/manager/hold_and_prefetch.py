@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Holds chunks in the CPU tier, or fetches them from the pool, for waiting requests. Pure.
+"""The chunks that are held in the CPU tier, or fetched from the pool, for waiting requests. Pure.
 
-`ReloadScheduler` chooses the chunks, for two kinds of requests:
+`ReloadScheduler` chooses the chunks for two kinds of requests:
 
-* preempted requests: cached chunks are held and the others fetched, within `reload_cache_share`,
-  fewest remaining chunks first, so that the most requests are ready soonest; but a request that
-  has waited for `_PATIENCE_S` precedes all that have not.
-* new requests in vLLM's queue: their chunks in the pool are fetched in queue order, within
+* Preempted requests: cached chunks are held and the others fetched, within `reload_cache_share`.
+  Requests with the fewest remaining chunks precede, so that as many as possible become ready soon;
+  but requests that have waited for `_PATIENCE_S` precede all others.
+* New requests in vLLM's queue: their chunks in the pool are fetched in queue order, within
   `prefetch_cache_share`.
 
 A request leaves when it starts, when its load is planned, or when it ends. Chunks that no other
-request wants are then released, and fetches in progress are cancelled. Work per step is bounded.
+request wants are then released, and their fetches cancelled. The work per step is bounded.
 
-Native code (native/tiers/holds.h) iterates over a request's chunks to hold, fetch and release
-them. Python asks which leading chunks are in GPU memory, up to the first that is not: vLLM's own
-look-up ends there, so all later chunks have to be loaded.
+Native code (native/tiers/holds.h) iterates over a request's chunks. Python asks which leading
+chunks are in GPU memory, up to the first that is not: vLLM's own look-up ends there, so all later
+chunks have to be loaded.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ class Reason(enum.IntEnum):
     PROBE = 2  # to measure the pool while admission declines it
 
 
-#: The ways in which a fetch ends: the label `how` of the metric, in the order of holds.h.
+#: The ways in which a fetch ends: values of the metric's label `how`, in the order of holds.h.
 _ENDS = ("used", "wasted", "cancelled", "failed", "probe")
 #: The share of the slots that always stays evictable, so that new chunks find room.
 _ROOM_SHARE = 0.125
 #: Shorter requests do not overtake a preempted request that has waited this long.
 _PATIENCE_S = 5.0
-#: The time between checks of whether a preempted request's chunks are still in GPU memory.
+#: The interval between checks of whether a preempted request's chunks are still in GPU memory.
 _LOOK_AGAIN_S = 0.05
-#: The most chunks that one `turn` examines, in about 1 ms: enough that bytes bound the fetching.
+#: The most chunks that one `turn` examines, in about 1 ms: so that bytes limit the fetches.
 LOOKS_MAX = 4096
-#: Bounds on queries to vLLM about chunks in GPU memory: per `turn`, and per request.
+#: The most queries to vLLM about chunks in GPU memory: per `turn`, and per request.
 _QUESTIONS_MAX, _QUESTIONS_OF_ONE_MAX = 256, 64
 #: The most bytes of fetches in progress, enough for a fast target between two steps.
 _FETCH_BYTES_MAX = 256 << 20
@@ -64,12 +64,12 @@ Cancel = Callable[[int, Sequence[int]], None]
 
 
 def make_holds(tiers: Tiers) -> Holds:
-    """Return the held chunks of `tiers`: none at first."""
+    """Create the holds of `tiers`; no chunk is held yet."""
     return Holds(tiers, max(1, int(_ROOM_SHARE * tiers.cache_slots)))
 
 
 def count_fetches(holds: Holds, counters: Counts) -> None:
-    """Count the fetches that have begun and ended since the last call."""
+    """Count the fetches that began and ended since the last call."""
     begun, ends = holds.take_counts()
     for reason in filter(begun.__getitem__, Reason):
         counters["prefetches", reason.name.lower()] += begun[reason]
@@ -105,19 +105,19 @@ class _Want:
         return questions
 
     def is_due(self, now_s: float) -> bool:
-        """Return whether chunks are left, or skipped chunks may have left GPU memory since."""
+        """Return whether chunks are left, or skipped chunks may have left GPU memory."""
         passed_over = self.skipped is not None and now_s - self.done_s >= _LOOK_AGAIN_S
         return self.next < self.count or passed_over
 
     def look_again(self) -> None:
-        """Go back to the first skipped chunk, to ask again whether it is in GPU memory."""
+        """Return to the first skipped chunk, to ask again whether it is in GPU memory."""
         assert self.skipped is not None
         self.next = self.local = self.skipped
         self.local_ends, self.skipped = False, None
 
 
 class ReloadScheduler:
-    """See the module's docstring. A share of 0 disables the part that it limits."""
+    """The scheduler that the module describes. A share of 0 disables the part that it limits."""
 
     def __init__(
         self,
@@ -142,18 +142,14 @@ class ReloadScheduler:
         self._questions = _QUESTIONS_MAX  # left in this turn
 
     def __len__(self) -> int:
-        """Return the number of requests that are followed."""
         return len(self._wants)
 
     def follow(
         self, request_id: str, keys: Sequence[bytes], in_gpu: InGpu, order: Order | None = None
     ) -> None:
-        """Follow a waiting request.
-
-        `keys` are the chunks that a load could bring: those of full attention in prefix order, from
-        the first one, then those of windows and states. `order` is the request's place in the queue
-        or, if it was preempted, None; requests of equal order keep their order of arrival.
-        """
+        """Follow a waiting request. `keys` are the chunks that a load could need: full attention in
+        prefix order from the first chunk, then windows and states. `order` is the request's place
+        in the queue, or None if it was preempted; equal orders keep their order of arrival."""
         self.left(request_id)
         if keys and self._limits[Reason.RELOAD if order is None else Reason.QUEUE]:
             self._arrivals += 1
@@ -164,9 +160,8 @@ class ReloadScheduler:
             self._queue_up(want)
 
     def looked_up(self, request_id: str, local_chunks: int) -> None:
-        """Record vLLM's look-up, which found the request's first `local_chunks` chunks in GPU
-        memory. If skipped chunks are no longer there, all chunks from the first skipped one on are
-        examined again."""
+        """Record that vLLM's look-up found the request's first `local_chunks` chunks in GPU memory.
+        If skipped chunks have left it, examine all chunks from the first skipped one again."""
         want = self._wants.get(request_id)
         if want is None or want.skipped is None or local_chunks > want.skipped_last:
             return
@@ -187,13 +182,13 @@ class ReloadScheduler:
             self._cancel(fetch, rows)
 
     def reset(self) -> None:
-        """Start over after a reset, when no chunk is valid and none is held."""
+        """Start over after a reset, when no chunk is valid or held."""
         self._wants.clear()
         self._preempted.clear()
         self._queue.clear()
 
     def probe(self, keys: Sequence[bytes]) -> None:
-        """Read a few of these pool-only chunks in the background, if no probe is in progress."""
+        """Read some of these pool-only chunks in the background, unless a probe is in progress."""
         if not self._holds.held(Reason.PROBE):
             for key in keys[:_PROBES_MAX]:
                 self._holds.probe(self._tiers, key)
@@ -226,7 +221,6 @@ class ReloadScheduler:
             want.in_heap = False
 
     def _waits(self, want: _Want) -> bool:
-        """Return whether the request has not left."""
         return self._wants.get(want.request_id) is want
 
     def _queue_up(self, want: _Want) -> None:
@@ -237,15 +231,15 @@ class ReloadScheduler:
             heapq.heappush(self._queue, (want.order, want.arrival, want))
 
     def _advance(self, want: _Want, reason: Reason, looks: int) -> tuple[int, bool]:
-        """Continue with one request. Return (remaining looks, whether the request is done)."""
+        """Continue with one request. Return the remaining looks, and whether it is done."""
         most = _QUESTIONS_OF_ONE_MAX if reason is Reason.RELOAD else _QUESTIONS_MAX
         questions = min(self._questions, most)
         self._questions -= questions - want.ask(questions)
-        # Reloads get twice the limit, because fetches for the queue must not delay reloads.
+        # Reloads get twice the limit, so that fetches for the queue cannot delay reloads.
         most = self._fetches_max * (2 if reason is Reason.RELOAD else 1)
         chunks = want.next, want.count if want.local_ends else want.local, want.local
-        # Chunks in GPU memory, before `local`, are skipped, unless the CPU tier has them. If a
-        # chunk is in no tier, all later ones count as done, because a load would end there.
+        # Chunks in GPU memory (before `local`) are skipped unless the CPU tier has them. If no tier
+        # has a chunk, all later ones count as done, because a load would end there.
         want.next, looks, first, last = self._holds.advance(
             want.wanted, *chunks, looks, reason, self._limits[reason], most
         )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ledger of operations: what was sent to the ranks, and the reports that are still awaited.
 
-An op gets its number when its command is sent. Until then a write or a fetch is only planned, and
+An op gets its number when its command is sent. Until then, a write or fetch is only planned, and
 `Tiers` can drop it. The state of each row of an op is in the op's batch (native/tiers/tiers.h).
 """
 
@@ -22,12 +22,8 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Op:
-    """An operation in progress.
-
-    `batch` holds the op's rows; None for a reset or an attach, which has one row.
-
-    Most ops never set the later fields, whose defaults are in the class and cost nothing per op.
-    """
+    """An operation in progress. `batch` holds its rows; None for a reset or an attach, which has
+    one row. Most ops leave the later fields at the class's defaults, which cost nothing per op."""
 
     number: int
     kind: OpKind
@@ -36,17 +32,13 @@ class Op:
     ranks_left: int  # for an op of one row: ranks that have not reported
     failure: Outcome | None = field(default=None, init=False)  # for an op of one row
     owner: int = field(default=0, init=False)  # for an attach
-    #: For a load: the bytes that it reads, by target.
-    lanes: Sequence[int] = field(default=(), init=False)
-    #: For a load: the rows that are read from the pool.
-    reads: int = field(default=0, init=False)
-    #: For a load: the request's tokens that it covers, and how many of these are lost so far.
-    tokens: range = field(default=range(0), init=False)
-    lost: int = field(default=0, init=False)
-    #: For a load: as in `Decision`.
-    predicted_s: float = field(default=0.0, init=False)
-    #: For a load: its part of the request's record.
-    record: LoadRecord | None = field(default=None, init=False)
+    # The following are for loads.
+    lanes: Sequence[int] = field(default=(), init=False)  # the bytes to read, by target
+    reads: int = field(default=0, init=False)  # the rows that are read from the pool
+    tokens: range = field(default=range(0), init=False)  # the request's tokens that it covers
+    lost: int = field(default=0, init=False)  # the number of `tokens` that failed so far
+    predicted_s: float = field(default=0.0, init=False)  # as in `Decision`
+    record: LoadRecord | None = field(default=None, init=False)  # part of the request's record
     #: Whether this is a fetch only for measurement.
     probe: bool = field(default=False, init=False)
     #: For a load or fetch: the seconds that the model had spent on prompts when the op began.
@@ -58,12 +50,12 @@ class Op:
 
     @property
     def over(self) -> bool:
-        """Return whether every rank has reported and released every row."""
+        """Whether every rank has reported and released every row."""
         return self.batch.over if self.batch is not None else not self.ranks_left
 
 
 def columns_of(batch: Batch) -> ChunkBatch:
-    """Return copies of a batch's columns for the ranks, because the rows change later."""
+    """Copy a batch's columns for the ranks, because its rows change later."""
     return ChunkBatch(batch.columns())
 
 
@@ -93,7 +85,7 @@ class Ledger:
         return self._ops[number]
 
     def named(self, numbers: Iterable[int]) -> list[Op]:
-        """Return the ops with these numbers, which reports refer to."""
+        """Return the ops with these numbers, which are named in reports."""
         try:
             return [self._ops[number] for number in numbers]
         except KeyError as over:
@@ -112,7 +104,7 @@ class Ledger:
         del self._ops[op.number]
 
 
-# The values that the native index reports: an entry's state, and a look-up's tier.
+# Values that the native index reports: an entry's state, and the tier of a look-up.
 
 
 class Source(enum.Enum):
@@ -124,7 +116,7 @@ class Source(enum.Enum):
 
 
 class State(enum.IntEnum):
-    """A state of an entry. No entry is ABSENT or DOOMED (native/common/transitions.def)."""
+    """The state of an entry; no entry is ABSENT or DOOMED (native/common/transitions.def)."""
 
     STORING = 1
     CACHED = 2

@@ -7,27 +7,27 @@ The rule:
     computing time = tokens / prefill rate at their depth
 
 The depth of a token is the number of tokens before it. Attention reads all of these, so the rate
-falls with the depth. The `StepMeter` measures the rate, its depth, its slope and a step's time.
+falls with the depth. `StepMeter` measures the rate, its depth, its slope and a step's time.
 
-A lane is what reads queue for, here a target. Its bytes include those that other loads will read
+A lane is a queue of reads, here for a target. Its bytes include those that other loads will read
 there. The workers measure the read rates. While a rate is unknown, everything is loaded.
 
 The slowness is the smoothed ratio of the loads' time to their predicted time. It is below 1 if
 peers read for us, or if loads overlap with other requests' prompts. A load that takes longer than
-computing can only raise the slowness; one that is cut off raises it at once, because the rest would
-have taken even longer. Any other load can only lower it: a load slower than predicted does no harm
-while it is faster than computing. The pool is read while loading is faster than computing. Once
-loading is slower, the pool is declined until loading is faster by the factor `_HYSTERESIS`.
+computing can only raise it. A load that is cut off raises it at once, because the rest would have
+taken even longer. Any other load can only lower it, because a load slower than predicted does no
+harm while it is faster than computing. The pool is read while loading is faster than computing.
+Once loading is slower, the pool is declined until loading is faster by the factor `_HYSTERESIS`.
 
 A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that no request
-waits to find out that the pool has recovered. A successful probe lowers the slowness towards its
-minimum: by half of the distance, or by the trust in the pool if that is less. So a load that only
-peers would make fast is tried too. Trust starts at 1; a load that takes longer than computing
-halves it, and any other load doubles it. So a pool that hangs now and then, or is fast only for the
-few chunks of a probe, is tried less and less.
+has to wait to find out that the pool has recovered. A successful probe lowers the slowness towards
+its minimum: by half of the distance, or by the trust in the pool if that is less. So loads that are
+fast only with peers are tried too. Trust starts at 1. A load that takes longer than computing
+halves it, and any other load doubles it, so that a pool that sometimes hangs, or is fast only for
+the few chunks of a probe, is tried less and less.
 
 Chunks of the CPU tier are always loaded, because pinned memory is many times faster than any model,
-and loading keeps the model free for other requests.
+and loading leaves the model free for other requests.
 """
 
 from __future__ import annotations
@@ -41,31 +41,29 @@ import numpy as np
 from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 
-#: Keeps noise from changing the decision with each request.
+#: Prevents noise from changing the decision with each request.
 _HYSTERESIS = 1.25
-#: The share of the distance by which a load changes the slowness; a probe too, if trust allows it.
+#: The weight of a load's sample in the slowness, and of a probe's if trust allows it.
 _NEWEST = 1 / 2
 #: A lower bound, because loads that overlap with prompts for a while will not always do so.
 _SLOWNESS_MIN = 0.5
 #: The slowness of a load that did not complete and had no prediction.
 _SLOWNESS_LOST = 16.0
-#: With the least trust, hundreds of probes pass between two loads that are cut off after twice
-#: their computing time, which costs a few percent of all computing.
+#: With the least trust, hundreds of probes separate two loads that are cut off after twice their
+#: computing time. Such loads then cost a few percent of all computing.
 _TRUST_MIN = 1 / 512
-#: A load is cut off after this many times the time of computing its chunks and of one step, but not
+#: A load is cut off after this many times the time to compute its chunks and one step, but not
 #: before `_LIMIT_S_MIN`. A load begins when the step that carries it ends, and is reported with a
-#: later step's output, so slow decode-only steps must not make the load look slow.
+#: later step's output, so slow decode steps must not make the load look slow.
 _LIMIT_FACTOR = 2.0
 _LIMIT_S_MIN = 0.25
 
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """A look-up's hit. `leading_cpu` is the number of leading chunks that the CPU tier has.
-
-    The other fields concern the chunks after these: `read_bytes` are the bytes to read, by lane,
-    `queued_bytes` those that other loads have yet to read, and `tokens` those that a load covers.
-    """
+    """A look-up's hit. `leading_cpu` is the number of leading chunks that the CPU tier has. The
+    other fields concern the chunks after these: `read_bytes` are the bytes to read, by lane;
+    `queued_bytes` are those that other loads still have to read; a load covers `tokens`."""
 
     leading_cpu: int
     read_bytes: Sequence[int]
@@ -88,11 +86,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The decision on a hit after `local` tokens in GPU memory.
-
-    `tokens` are to be loaded; `declined` are found but not to be loaded. `helpers` is as in
-    `LoadCommand`, the other fields are as in `Decision`.
-    """
+    """The decision on a hit after `local` tokens in GPU memory: `tokens` are loaded, and `declined`
+    are found but not loaded. `helpers` is as in `LoadCommand`, other fields as in `Decision`."""
 
     local: int
     tokens: int
@@ -111,22 +106,19 @@ class Attempt:
 
 
 class Admission:
-    """Decides for one core, by estimates that it keeps. All bytes are those of one rank, by lane.
-
-    `read_rates` is the slowest rank's measured bytes per second, by lane, or 0 if unknown. The
-    caller updates it.
-    """
+    """The decisions for one core, and the estimates behind them. All bytes are those of one rank,
+    by lane. `read_rates` is the slowest rank's measured bytes per second, by lane, or 0 if unknown;
+    the caller updates it."""
 
     def __init__(self, config: CoreConfig, read_rates: Sequence[float]) -> None:
         self.automatic = config.admission
         self.read_rates = read_rates
-        #: The measured tokens per second of prefill (0: unknown), and the depth of these tokens.
+        #: The measured tokens per second of prefill (0 if unknown), and their depth.
         self.prefill_rate, self.prefill_depth = 0.0, 0.0
         #: The measured seconds that each preceding token adds to the time for a token.
         self.depth_s = 0.0
         #: The measured seconds that a step takes without prompts.
         self.step_s = 0.0
-        #: The smoothed ratio of the loads' time to their predicted time.
         self.slowness = 1.0
         #: Whether the last decision was to read the pool, and no load has been too slow since.
         self.reading = True
@@ -134,19 +126,16 @@ class Admission:
 
     @property
     def bytes_per_s(self) -> float:
-        """Return the read rate of all lanes together, or 0 if unknown."""
+        """The read rate of all lanes together, or 0 if unknown."""
         return sum(self.read_rates)
 
     def token_s(self, tokens: int, before: int) -> float:
-        """Return the seconds per token for computing `tokens` that follow `before` others.
-
-        Call only if the prefill rate is known.
-        """
+        """Return the seconds per token for computing `tokens` that follow `before` others. The
+        prefill rate must be known."""
         return 1 / self.prefill_rate + self.depth_s * (before + tokens / 2 - self.prefill_depth)
 
     def compute_s(self, tokens: int, before: int) -> float:
-        """Return the seconds for computing `tokens` that follow `before` others, or 0 if the
-        prefill rate is unknown."""
+        """Return the seconds to compute `tokens` after `before` others, or 0 if unknown."""
         return tokens * self.token_s(tokens, before) if self.prefill_rate else 0.0
 
     def decide(
@@ -156,10 +145,8 @@ class Admission:
         tokens: int,
         before: int = 0,
     ) -> Decision:
-        """Decide whether to read these bytes, after the queued ones, or to compute the tokens.
-
-        `before` is the number of tokens that precede these.
-        """
+        """Decide whether to read these bytes, after the queued ones, or to compute the tokens,
+        which follow `before` others."""
         if not self.automatic or not self.prefill_rate or not any(read_bytes):
             return Decision(load=True)
         compute_s = self.compute_s(tokens, before)
@@ -177,7 +164,7 @@ class Admission:
         )
 
     def loaded(self, seconds: float, predicted_s: float, *, missed: bool, late: bool) -> None:
-        """Learn from a load that took `seconds`. `predicted_s` is the decision's. `missed`: some
+        """Learn from a load that took `seconds`, with the decision's `predicted_s`. `missed`: some
         chunks had not arrived in time. `late`: the load took longer than computing."""
         if not predicted_s and not missed:
             return
@@ -202,22 +189,21 @@ class Admission:
         self.slowness += share * (max(sample, _SLOWNESS_MIN) - self.slowness)
 
     def _bytes_s(self, read_bytes: Sequence[int], queued_bytes: Sequence[int]) -> float:
-        """Return the seconds to read these bytes, after the queued ones, at the known rates, or 0
-        if none is known."""
+        """Return the seconds to read these bytes after the queued ones, or 0 if unknown."""
         lanes = zip(read_bytes, queued_bytes, self.read_rates, strict=True)
         return max(((own + more) / rate for own, more, rate in lanes if own and rate), default=0.0)
 
 
 class LoadTimes:
-    """Times the loads of one core, and tracks what they have yet to read and which are overdue.
+    """The times of one core's loads, the bytes they still have to read, and the overdue loads.
 
-    A load lasts from its plan until its report is applied, by this clock: the report arrives with a
+    By this clock, a load lasts from its plan until its report is applied. The report arrives with a
     step's output, and the request runs in the next step. Without the load, the request would have
     run in the step for which the load was planned, so it waits for all steps in between. The ranks'
     own times would leave out the steps before and after the copy.
 
-    The time in which the model computes other requests' prompts does not count. This request would
-    not be computed then either, and a step that fills the processors slows the load itself.
+    Time in which the model computes other requests' prompts does not count: this request would not
+    be computed then either, and a step that fills the processors slows the load itself.
     """
 
     def __init__(
@@ -228,7 +214,7 @@ class LoadTimes:
         capacity: Capacity,
         config: CoreConfig,
     ) -> None:
-        #: The bytes that loads have yet to read, by lane.
+        #: The bytes that loads still have to read, by lane.
         self.reading = [0] * len(capacity.pool_slots)
         self._limits_s: dict[Op, float] = {}  # of loads in progress; infinite once cut off
         self._ledger, self._admission, self._clock = ledger, admission, clock
@@ -236,7 +222,7 @@ class LoadTimes:
         self._config = config
 
     def planned(self, op: Op, limit_s: float | None) -> None:
-        """Record that the load is sent. It is cut off after `limit_s`; None for never."""
+        """Record that a load is sent. It is cut off after `limit_s`; None for never."""
         assert op.batch is not None
         op.lanes, op.reads = op.batch.lanes(self._lane_bytes, len(self.reading))
         for lane, count in enumerate(op.lanes):
@@ -245,7 +231,7 @@ class LoadTimes:
             self._limits_s[op] = limit_s
 
     def take_overdue(self) -> list[int]:
-        """Return the loads to cut off now, each once."""
+        """Return the loads to cut off now, each only once."""
         overdue = [
             op
             for op, limit_s in self._limits_s.items()
@@ -255,8 +241,8 @@ class LoadTimes:
         return [op.number for op in overdue]
 
     def loaded(self, op: Op) -> tuple[float, bool]:
-        """Record a load on which every rank has reported an outcome. Return the seconds that it
-        took and whether it was cut off."""
+        """Record a load on which every rank has reported an outcome. Return its seconds and whether
+        it was cut off."""
         limit_s = self._limits_s.pop(op, None)
         seconds, was_cut_off = self._waited_s(op), limit_s == math.inf
         if not op.reads:
@@ -283,8 +269,8 @@ class LoadTimes:
         return max(0.0, seconds - (self._ledger.prompts_s() - op.prompts_s))
 
     def _is_worth_cutting(self, op: Op) -> bool:
-        """Return whether the load may be cut off. With several groups a load brings all of its
-        tokens or none: once one read is complete, waiting is better than losing it."""
+        """Return whether the load may be cut off. With several groups, a load brings all of its
+        tokens or none, so after the first complete read, waiting is better than losing it."""
         if self._config.full_attention_only:
             return True
         assert op.batch is not None

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """A waiting request's look-up: the question, vLLM's answer, and what is then loaded. Pure.
 
-vLLM looks up the request at the head of its queue in every step, key by key, until the request gets
-its GPU blocks. An answer is cached and reused as long as three conditions hold: the chunks found
+In every step, vLLM looks up the request at the head of its queue, key by key, until the request
+gets its GPU blocks. An answer is cached and reused while three conditions hold: the chunks found
 have not moved; no load of one has begun (vLLM delays a request that asks for such a chunk); the
-keys at which the groups' look-ups stopped still miss. One native call checks this for all keys.
+keys at which the groups' look-ups stopped still miss.
 
 If admission declines the pool, the request is looked up again in the CPU tier only, and this second
-answer is cached too. vLLM's own state of the request is the one that the last real look-up left.
+answer is cached too. vLLM's own state of the request is that of the last real look-up.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.manager.core import ManagerCore
     from vllm_nvmeof_offload.native import Whereabouts
 
-#: The decision on a cached answer is made again after this time, because rates and queues change.
+#: A decision on a cached answer is made again after this time, because rates and queues change.
 _DECIDE_AGAIN_S = 0.05
-#: The time between two log lines on admission.
+#: The minimum interval between two log lines on admission.
 _LOG_PERIOD_S = 60.0
 
 
@@ -52,9 +52,9 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question of a look-up. `tokens` is the request's length, and `last_hash` is the hash of
-    its last whole block, which depends on all earlier ones. `local` tokens are in GPU memory. At
-    most `cap` tokens are loaded. Only `sources` may hit."""
+    """The question of a look-up. `tokens` is the request's length. `last_hash` is the hash of its
+    last whole block, which depends on all earlier blocks. `local` tokens are in GPU memory. At most
+    `cap` tokens are loaded. Only `sources` may hit."""
 
     tokens: int
     last_hash: object
@@ -67,8 +67,8 @@ class Question:
 class Answer:
     """A look-up's answer. `found` is the number of tokens, or None if vLLM delays the request.
     `hits` and `misses` are keys. `later`: the load may continue during later steps. `keep`: the
-    answer may be cached. `whereabouts` records where the hits are; it is None if one of them now
-    misses. The other fields record admission's decision."""
+    answer may be cached. `whereabouts` records where the hits are; None if one of them now misses.
+    The other fields record admission's decision."""
 
     question: Question
     found: int | None
@@ -90,9 +90,9 @@ Ask: TypeAlias = Callable[[Question], Answer]
 
 @dataclass(slots=True)
 class _LookedUp:
-    """A request between its first look-up and its GPU blocks. `answers` is by set of sources.
-    `last` is the question of the last real look-up. `boundary` is the number of tokens up to the
-    end of the last hit."""
+    """A request between its first look-up and its GPU blocks. `answers` is by set of sources,
+    `last` is the question of the last real look-up, and `boundary` is the number of tokens up to
+    the end of the last hit."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
     last: Question | None = None
@@ -126,8 +126,8 @@ class RequestLookUps:
         self._logged: tuple[bool, float] = (True, -_LOG_PERIOD_S)
 
     def answer(self, request_id: str, question: Question, ask: Ask, second: int) -> Answer:
-        """Return what the request should load. `second` are the sources for a second look-up if
-        admission declines what was found in all sources."""
+        """Return what the request should load. If admission declines what was found, the second
+        look-up is limited to the sources in `second`."""
         answer = self._look_up(request_id, question, ask)
         if answer.found is None:
             return answer
@@ -170,19 +170,16 @@ class RequestLookUps:
         asked_one_key = not found and self._core.config.full_attention_only
         if found is None or asked_one_key or not answer.keep:  # None means a delay
             return answer
-        # An answer is cached only if the tiers have exactly what vLLM found.
+        # Cache an answer only if the tiers have exactly what vLLM found.
         rests_on = answer.hits or (not found and answer.misses)
         if rests_on and answer.whereabouts is not None:
             known.answers[sources] = answer
         return answer
 
     def decide(self, request_id: str, answer: Answer) -> Attempt:
-        """Decide whether to load what a look-up in all sources has found after the tokens that are
-        in GPU memory.
-
-        If the decision is no, the caller must look up the request in the CPU tier only, and call
-        `declined`.
-        """
+        """Decide whether to load what a look-up in all sources found after the tokens in GPU
+        memory. If not, the caller must look up the request in the CPU tier only, and then call
+        `declined`."""
         local, found = answer.question.local, answer.found or 0
         known = self._requests.setdefault(request_id, _LookedUp())
         self._core.reload.looked_up(request_id, local // self.tokens_per_chunk if self.full else 0)
@@ -203,7 +200,7 @@ class RequestLookUps:
         return attempt
 
     def declined(self, request_id: str, tokens: int) -> None:
-        """Record that the pool was declined and that the CPU tier still supplies these tokens."""
+        """Record that the pool was declined, and that the CPU tier supplies `tokens` instead."""
         known = self._requests[request_id]
         assert known.attempt is not None
         left = max(0, known.attempt.declined - tokens)
@@ -232,7 +229,7 @@ class RequestLookUps:
         return decision
 
     def _taken(self, request_id: str, answer: Answer) -> Sequence[bytes]:
-        """Return the keys that a load of this answer would read. All are hits of the look-up."""
+        """Return the keys that a load of this answer would read, all of them hits."""
         keys_by_group = self._queue.keys_of(request_id)
         if self._core.config.full_attention_only or keys_by_group is None:
             return answer.hits
@@ -247,8 +244,8 @@ class RequestLookUps:
         return known.attempt if known else None
 
     def end(self, request_id: str) -> tuple[Attempt | None, int | None]:
-        """Forget a request that has received or returned GPU blocks, or has ended. Return the
-        decision on the request, and the number of tokens up to the end of what was found."""
+        """Forget a request that has received or returned GPU blocks, or has ended. Return its
+        decision, and the number of tokens up to the end of what was found."""
         known = self._requests.pop(request_id, None)
         return (known.attempt, known.boundary) if known else (None, None)
 
@@ -258,9 +255,8 @@ class RequestLookUps:
             known.answers.clear()
 
     def take_declined(self) -> Sequence[bytes]:
-        """Return and forget the chunks that the last attempt declined, for probing the pool.
-        This is not part of `decide`, because a probe takes cache slots, and the chunks found
-        in the CPU tier are not pinned yet."""
+        """Take the chunks that the last attempt declined, for probing the pool. This is not part of
+        `decide`, because a probe takes cache slots while found chunks are not pinned yet."""
         declined, self._declined = self._declined, ()
         return declined
 

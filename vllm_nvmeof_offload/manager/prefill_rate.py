@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the durations of the model's steps: the prefill rate, and how the time for a token grows
-with the tokens that precede it. Pure."""
+"""A meter of the model's steps: the prefill rate, and how the time per token grows with the number
+of tokens that precede it. Pure."""
 
 from __future__ import annotations
 
@@ -9,24 +9,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 #: A request with at most this many tokens in a step decodes; speculative decoding uses more than 1.
-#: A step counts for the prefill rate if it computes at least this many prompt tokens per decode and
-#: four times this many in all; otherwise decodes or the step's fixed cost take most of its time.
+#: A step counts for the prefill rate if it computes at least this many prompt tokens per decode,
+#: and four times as many in total; otherwise decodes or the step's fixed cost dominate its time.
 _DECODE_TOKENS_MAX = 16
-#: The decay of older samples' weight per new sample.
+#: The decay of the weight of older samples per new sample.
 _KEPT = 0.8
-#: The slope is fitted only if the depths' standard deviation is at least this share of the largest
-#: step's tokens.
+#: The slope is fitted only if the standard deviation of the depths is at least this share of the
+#: largest step's tokens.
 _DEPTHS_APART = 0.25
 #: The largest share of a token's measured time that is attributed to the tokens before it.
 _SLOPE_SHARE_MAX = 0.9
-#: The most steps between scheduling and output; more means that outputs were missed.
+#: The most steps between scheduling and output; beyond this, outputs were missed.
 _AHEAD_MAX = 8
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A scheduled step."""
-
     began_s: float
     tokens: int  # tokens of prompts and decodes
     share: float  # the share of tokens that belong to prompts
@@ -35,14 +33,15 @@ class _Step:
 
 
 class StepMeter:
-    """Measures steps. Call `scheduled` and `ended` once for every step. A step lasts from its
-    scheduling, or from the end of the previous step if that is later (the engine may schedule
-    ahead), to the arrival of its output. The prefill rate is that of the largest steps, because
-    each step has a fixed cost in addition to that of its tokens: the rest of a loaded prompt is
-    computed in a small step, at a fraction of the rate of a whole prompt. Attention reads all
-    tokens before a token, so the end of a long prompt can take several times as long as its
-    beginning. `depth_s` is the slope of a least-squares line through the largest steps' times per
-    token over their depths."""
+    """A meter of steps. Call `scheduled` and `ended` once for every step.
+
+    A step lasts from its scheduling, or from the end of the previous step if that is later (the
+    engine may schedule ahead), to the arrival of its output. The prefill rate is that of the
+    largest steps, because each step also has a fixed cost: the rest of a loaded prompt is computed
+    in a small step, at a fraction of a whole prompt's rate. Attention reads all tokens before a
+    token, so the end of a long prompt can take several times as long as its beginning. `depth_s` is
+    the slope of a least-squares line through the largest steps' times per token over their depths.
+    """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.steps = 0  # steps with tokens
@@ -55,27 +54,26 @@ class StepMeter:
         self._ended_s = 0.0
         self._prompts_s = 0.0
         #: Sums over the tokens of steps with at least half the tokens of the largest step: of 1,
-        #: depth, seconds per token, depth², and depth times seconds. Earlier steps weigh less.
+        #: depth, seconds per token, depth², and depth times seconds. Older steps weigh less.
         self._sums = [0.0] * 5
         self._slope = 0.0  # the last slope from depths far enough apart
         self._largest = 0
 
     @property
     def prefill_rate(self) -> float:
-        """Return the tokens per second of prefill in the last of the largest steps, or 0 if
-        unknown."""
+        """The tokens per second of prefill in recent large steps, or 0 if unknown."""
         tokens, _, seconds, *_ = self._sums
         return tokens / seconds if seconds else 0.0
 
     @property
     def depth(self) -> float:
-        """Return the average number of tokens before a token in the steps of `prefill_rate`."""
+        """The average number of tokens before a token in the steps of `prefill_rate`."""
         tokens, depths, *_ = self._sums
         return depths / tokens if tokens else 0.0
 
     @property
     def depth_s(self) -> float:
-        """Return the seconds that each preceding token adds to the time for a token, or 0."""
+        """The seconds that each preceding token adds to the time for a token, or 0."""
         _, depths, seconds, *_ = self._sums
         return max(0.0, min(self._slope, _SLOPE_SHARE_MAX * seconds / depths)) if depths else 0.0
 
@@ -88,15 +86,15 @@ class StepMeter:
         return self._prompts_s + step.share * under_way_s
 
     def clear(self) -> None:
-        """Restart the counts from zero; the measured rate stays."""
+        """Restart the counts from zero, but keep the measured rate."""
         self.steps, self.seconds, self.tokens = 0, 0.0, 0
 
     def scheduled(
         self, tokens: Mapping[str, int], computed: Callable[[], Mapping[str, int]] = dict
     ) -> None:
-        """Record a scheduled step. `tokens` are its tokens by request. `computed` returns, by
-        request, the number of tokens that precede these; it is called only if the step counts for
-        the prefill rate."""
+        """Record a scheduled step. `tokens` are its tokens by request. `computed` returns the
+        number of tokens before these, by request; it is called only for steps that count for the
+        prefill rate."""
         prefill = {one: count for one, count in tokens.items() if count > _DECODE_TOKENS_MAX}
         total, prompts = sum(tokens.values()), sum(prefill.values())
         decodes, depth = len(tokens) - len(prefill), 0.0

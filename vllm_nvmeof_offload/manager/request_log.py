@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The record of the last requests: what was found, loaded and computed for each, and why. Pure.
 
-A request is recorded when vLLM allocates its GPU blocks, and once more after each preemption; its
-load adds the outcome. Nothing is recorded per chunk. The scheduler's thread writes, and any thread
-may read. A record's size is bounded, and so is the number of records.
+A request is recorded when vLLM allocates its GPU blocks, and again after each preemption; its load
+adds the outcome. The scheduler's thread writes; any thread can read. The number of records and the
+size of each are bounded.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-#: A record takes 0.6 KB, or 3 KB with the most starts: at most 3 MB in all.
+#: A record takes 0.6 KB, or 3 KB with the most starts, so all take at most 3 MB.
 RECORDS_MAX = 1000
-#: The most starts that a record keeps: the first one and the last ones.
+#: The most starts that a record keeps: the first and the last ones.
 _STARTS_MAX = 8
 _ID_CHARS_MAX = 256
 _LIMITS_CHARS_MAX = 200
@@ -28,8 +28,8 @@ class LoadRecord:
     """A load: its tokens by tier and, after its end, its outcome.
 
     `seconds` is the time that the request waited, as in `LoadTimes`; None until the load has ended.
-    `failed_tokens` were computed instead, and `failed_chunks` counts chunks by outcome.
-    `saved_seconds` is the estimated time of computing the tokens that arrived, less `seconds`; None
+    `failed_tokens` were computed instead; `failed_chunks` counts chunks by outcome.
+    `saved_seconds` is the estimated time to compute the tokens that arrived, minus `seconds`; None
     if the prefill rate is unknown.
     """
 
@@ -47,11 +47,11 @@ class LoadRecord:
 class Start:
     """A request at the time at which it got its GPU blocks.
 
-    `tokens` are the request's; of these, `gpu_tokens` were in GPU memory, the next `found_tokens`
-    in the tiers, and `loaded_tokens` of these were loaded. `declined_tokens` were found and
-    computed, because loading was expected to take `expected_load_seconds`, and computing
-    `expected_compute_seconds`; both are 0 if nothing was estimated. `no_boundary_tokens` were found
-    without windows or states to resume from. `limits` are the request's own limits on loads.
+    Of its `tokens`, `gpu_tokens` were in GPU memory and the next `found_tokens` in the tiers, of
+    which `loaded_tokens` were loaded. `declined_tokens` were found but computed, because loading
+    was expected to take `expected_load_seconds` and computing `expected_compute_seconds`; both are
+    0 without an estimate. `no_boundary_tokens` were found without windows or states to resume from.
+    `limits` are the request's own limits on loads.
     """
 
     unix_seconds: float = field(default_factory=time.time)
@@ -80,7 +80,7 @@ class Start:
         if not self.found_tokens and left <= self.chunk_tokens:
             yield f"{left} tokens are left, and a chunk has {self.chunk_tokens}"
         elif not self.found_tokens and not self.limits:
-            yield "no tier has the first chunk that GPU memory lacks"
+            yield "no tier has the first chunk that is not in GPU memory"
         if self.declined_tokens:
             yield (
                 f"{self.declined_tokens:,} tokens were found but computed: loading was expected to "
@@ -88,11 +88,11 @@ class Start:
                 f"{self.expected_compute_seconds:.3f} s"
             )
         elif self.found_tokens and not self.loaded_tokens:
-            yield "vLLM took the found tokens from elsewhere, such as another connector"
+            yield "vLLM took the found tokens from another source, such as another connector"
         if self.no_boundary_tokens:
             yield (
-                f"{self.no_boundary_tokens:,} more tokens were found without the windows or states "
-                "to resume from"
+                f"{self.no_boundary_tokens:,} more tokens were found, but no windows or states to "
+                "resume from"
             )
         if load is None:
             return
@@ -103,11 +103,11 @@ class Start:
             lost = f"{load.failed_tokens:,} tokens failed to load and were recomputed"
             yield f"{lost} (chunks: {chunks})"
         if load.saved_seconds is not None and load.saved_seconds < 0:
-            yield f"computing would have been faster by {-load.saved_seconds:.3f} s"
+            yield f"computing would have been {-load.saved_seconds:.3f} s faster"
 
 
 class RequestLog:
-    """The last `RECORDS_MAX` requests that got GPU blocks, by id; the last one is the newest."""
+    """The last `RECORDS_MAX` requests that got GPU blocks, by id; the newest is last."""
 
     def __init__(self, records_max: int = RECORDS_MAX) -> None:
         self._records_max = records_max
@@ -128,8 +128,8 @@ class RequestLog:
         """Return the records of a request, oldest first, or the newest record for None.
 
         vLLM appends a number and random digits to the id in its answer. If a request has several
-        answers (`n`), each one has a record of its own, with a number and "_" in front of the id.
-        The records of such ids are returned if none has exactly `request_id`.
+        answers (`n`), each has its own record, with a number and "_" before the id. If no record
+        has exactly this id, those of such longer ids are returned.
         """
         name = (request_id or "")[:_ID_CHARS_MAX]
         with self._lock:
@@ -146,6 +146,6 @@ class RequestLog:
 
 
 def _whole(request_id: str) -> str:
-    """Return the id without the number that vLLM puts in front for one of several answers."""
+    """Return the id without the number that vLLM puts before one of several answers."""
     number, _, rest = request_id.partition("_")
     return rest if number.isdecimal() else request_id

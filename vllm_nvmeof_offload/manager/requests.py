@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The core's view of vLLM's requests. Does not import vLLM.
+"""The core's view of vLLM's requests, without an import of vLLM.
 
-`WaitingRequests` passes each request's keys and place in the queue to the core's
-`hold_and_prefetch`; `manager/look_up.py` handles the look-ups. `ResumeCounter` counts what a
-preempted request gets back when it resumes, which vLLM's external prefix cache metrics do not
-count.
+`WaitingRequests` passes each request's keys and queue position to `hold_and_prefetch`; look_up.py
+handles the look-ups. `ResumeCounter` counts the tokens that a preempted request gets back when it
+resumes, because vLLM's external prefix cache metrics leave them out.
 """
 
 from __future__ import annotations
@@ -28,20 +27,18 @@ from vllm_nvmeof_offload.metrics import Counts
 
 @dataclass(frozen=True, slots=True)
 class _Computed:
-    """The most tokens that a request can have computed. `drafted`: its last step had drafts."""
+    """An upper bound on a request's computed tokens. `drafted`: its last step had draft tokens."""
 
     tokens: int = 0
     drafted: bool = False
 
 
 class ResumeCounter:
-    """Counts the tokens that resumed requests get back, from vLLM's scheduler outputs. Pure.
+    """A counter of the tokens that resumed requests get back, from vLLM's scheduler outputs.
 
-    `num_tokens` returns a request's current number of tokens. Steps also schedule drafts, some of
-    which are rejected. For a preempted request, the scheduler output does not report how many, but
-    that follows from the request's tokens: the last one was sampled in the step that verified the
-    drafts, and was never computed.
-
+    `num_tokens` returns a request's current number of tokens. A step may schedule draft tokens, of
+    which some are rejected. The scheduler output does not report how many, but the request's tokens
+    show it: the last one was sampled in the step that verified the drafts, and was never computed.
     A load ends at a multiple of `unit_tokens`, which is whole chunks in every group.
     """
 
@@ -56,7 +53,6 @@ class ResumeCounter:
         self._offered: dict[str, tuple[int, int]] = {}  # resuming request → (local, found)
 
     def step(self, scheduler_output: Any) -> None:
-        """Process a `SchedulerOutput`."""
         for request_id in scheduler_output.preempted_req_ids or ():
             computed = self._computed.pop(request_id, _Computed())
             before = self._preempted.get(request_id, _Computed())
@@ -64,7 +60,7 @@ class ResumeCounter:
             self._preempted[request_id] = max(computed, before, key=lambda c: c.tokens)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in scheduled.keys() & self._preempted.keys():
-            # The request runs again and gains tokens, so they no longer bound what it had computed.
+            # The request is running again and gains tokens that it had not computed before.
             self._preempted[request_id] = _Computed(self.computed(request_id))
         drafts = scheduler_output.scheduled_spec_decode_tokens
         for new in scheduler_output.scheduled_new_reqs:
@@ -78,7 +74,7 @@ class ResumeCounter:
                 known.pop(request_id, None)
 
     def computed(self, request_id: str) -> int:
-        """Return the tokens that a preempted request had computed; 0 for any other."""
+        """Return the tokens that a preempted request had computed; 0 for any other request."""
         computed = self._preempted.get(request_id)
         if computed is None:
             return 0
@@ -87,14 +83,14 @@ class ResumeCounter:
         return min(computed.tokens, max(0, tokens - 1) if computed.drafted else tokens)
 
     def offered(self, request_id: str, local: int, found: int) -> None:
-        """Record a look-up: `local` tokens in GPU memory and `found` more to load. The last look-up
-        counts."""
+        """Record a look-up that found `local` tokens in GPU memory and `found` more to load. The
+        last look-up counts."""
         if request_id in self._preempted:
             self._offered[request_id] = (local, found)
 
     def resumed(self, request_id: str, loaded: int) -> bool:
-        """Count what a preempted request gets back with its GPU blocks, into which we load `loaded`
-        tokens. Returns False for any other request."""
+        """Count what a preempted request gets back when it gets its GPU blocks, into which `loaded`
+        tokens are loaded. Return False for any other request."""
         offer = self._offered.pop(request_id, None)
         if offer is None:
             return False
@@ -110,19 +106,19 @@ class ResumeCounter:
         return True
 
 
-#: The time between two log lines on suspended requests.
+#: The minimum interval between two log lines on suspended requests.
 _LOG_PERIOD_S = 60.0
 
 
 class WaitingRequests:
-    """The waiting requests, on the scheduler's side, on one thread."""
+    """The waiting requests, on the scheduler's thread."""
 
     def __init__(
         self, core: ManagerCore, queue: Queue, clock: Callable[[], float] = time.monotonic
     ) -> None:
         unit = boundary.unit_tokens(queue.groups)
         self.resumes = ResumeCounter(self._num_tokens, unit, core.counters)
-        self._helpers: dict[str, int] = {}  # for requests that have named helpers
+        self._helpers: dict[str, int] = {}  # by request, if it names helpers
         offered, helpers_of = self.resumes.offered, self._helpers.get
         self.look_ups = RequestLookUps(core, queue, offered, helpers_of, clock)
         self._core = core
@@ -142,8 +138,8 @@ class WaitingRequests:
         first: bool = False,
         helpers: int | None = None,
     ) -> None:
-        """Add a request that has arrived. `prefetch`: its chunks may be held and fetched while it
-        waits; `first`: before those of other requests. `helpers` is as in `LoadCommand`."""
+        """Add a request that has arrived. `prefetch`: hold and fetch its chunks while it waits.
+        `first`: do so before other requests. `helpers` is as in `LoadCommand`."""
         self._requests[request.request_id] = request
         (self._followed.add if prefetch else self._followed.discard)(request.request_id)
         self._helpers.pop(request.request_id, None)
@@ -161,7 +157,7 @@ class WaitingRequests:
     def allocated(self, request_id: str, loaded: int) -> Attempt | None:
         """Record that the request got its GPU blocks. Count what it gets back, and count and return
         the decision on its hit. `loaded` is the number of tokens that vLLM lets us load: 0 if
-        another connector loads the tokens, or if GPU memory contains as many."""
+        another connector loads them, or if GPU memory contains them."""
         attempt, found = self.look_ups.end(request_id)
         self._core.reload.left(request_id)
         self._going.add(request_id)
@@ -182,8 +178,8 @@ class WaitingRequests:
     def _log(
         self, request_id: str, attempt: Attempt | None, end: int, loaded: int, beyond: int
     ) -> None:
-        """Record the request's start. `end` is the number of tokens up to the end of what was
-        found, and `beyond` as in `_beyond`."""
+        """Record the request's start. `end` is the number of tokens up to the end of the hit, and
+        `beyond` is as in `_beyond`."""
         local = end if attempt is None else attempt.local
         start = Start(
             tokens=self._num_tokens(request_id),
@@ -201,7 +197,7 @@ class WaitingRequests:
         self._core.request_log.started(request_id, start)
 
     def _beyond(self, request_id: str, found: int) -> int:
-        """Return the tokens after a boundary for which the tiers have full attention, but no
+        """Return the tokens after the boundary that the tiers have only as full attention, without
         windows or states to resume from."""
         limit, keys_by_group = self._num_tokens(request_id), self._queue.keys_of(request_id)
         if keys_by_group is None:
@@ -215,11 +211,10 @@ class WaitingRequests:
         return list(itertools.chain.from_iterable(by_group))
 
     def request(self, request_id: str) -> Any:
-        """Return vLLM's request, from its arrival to the end of the step that reports its end."""
+        """Return vLLM's request. It is kept until the step that reports its end."""
         return self._requests[request_id]
 
     def step(self, scheduler_output: Any) -> None:
-        """Process a `SchedulerOutput`."""
         self.resumes.step(scheduler_output)
         for request_id in self._ended:
             self._requests.pop(request_id, None)
@@ -267,7 +262,7 @@ class WaitingRequests:
 
 
 def _limits_of(request: Any) -> str:
-    """Return a text on the limits that a request sets on its loads; empty if there are none."""
+    """Describe the limits that a request sets on its loads; empty if it sets none."""
     params = getattr(request, "kv_transfer_params", None)
     params = params if isinstance(params, dict) else {}
     keys = ("max_load_tokens", "kv_load_tiers")
@@ -289,7 +284,7 @@ class Suspension:
         self._announced = False  # whether the start was logged, so that the end will be too
 
     def begin(self, call: str, requests: Iterable[str], *, known: bool) -> None:
-        """Suspend `requests`, which had KV when vLLM made `call`. The call changes weights
+        """Suspend `requests`, which had KV when vLLM called the method `call`. It changes weights
         (`known`) or may do so."""
         self.requests = set(requests)
         self._began_s = self._clock()
@@ -299,13 +294,13 @@ class Suspension:
         self._announced = bool(self.requests)
         logger.warning(
             "%s %s the weights: everything offloaded before is invalid, and a later start will not "
-            "adopt chunks stored after this; %s%s",
+            "adopt chunks stored after this call; %s%s",
             call,
             "changed" if known else "may have changed",
             f"{len(self.requests)} requests with older KV are not stored"
             if self.requests
             else "every request is stored",
-            "" if known else " (set weights_never_change if such a call leaves the weights alone)",
+            "" if known else " (set weights_never_change if this call does not change weights)",
         )
 
     def ended(self, request_id: str) -> None:
@@ -313,11 +308,13 @@ class Suspension:
         self.requests.discard(request_id)
         if self._announced and not self.requests:
             self._announced = False
-            lasted_s = self._clock() - self._began_s
-            logger.info("every request is stored again, %.0f s after that call", lasted_s)
+            logger.info(
+                "every request is stored again, %.0f s after a call that may have changed weights",
+                self._clock() - self._began_s,
+            )
 
     def log_while_it_lasts(self) -> None:
-        """Log the number of suspended requests once a minute. Call in each step."""
+        """Log the number of suspended requests once per minute. Call in every step."""
         if not self.requests:
             return
         now_s = self._clock()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Chooses which chunks are stored, and for how long. Pure.
+"""The rules that decide which chunks are stored, and for how long. Pure.
 
 A chunk is stored only after it has been offered often enough (`StoreThreshold`).
 
@@ -7,8 +7,8 @@ A window or state is useful only at a boundary, so only some of those offered ar
 (`BoundaryStores`). *Lasting* boundaries are the end of a prompt, the end of a prefix that vLLM
 found to be shared, and one per `every_tokens` tokens. Chunks at the frontier of the computation are
 stored *provisionally*, only in the CPU tier, so that the next turn, or the request itself after a
-preemption, can resume from these chunks. A later frontier supersedes the chunks. When the request
-ends or is preempted, the last ones become lasting.
+preemption, can resume from them. A later frontier supersedes these chunks. When the request ends or
+is preempted, the last ones become lasting.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.groups import Group, GroupKind, group_ids_of
 from vllm_nvmeof_offload.manager.boundary import SPARSE, unit_tokens
 
-#: Keys are forgotten this many at a time, because finding the front of a dictionary is slow.
+#: Keys are forgotten in batches, because finding the front of a dictionary is slow.
 _FORGET_BATCH = 1024
 
 
 class StoreThreshold:
-    """Counts sightings, so that a chunk is stored on its n-th sighting, as with vLLM's own
+    """A counter of sightings. A chunk is stored on its n-th sighting, as with vLLM's own
     `store_threshold`.
 
-    A sighting is one offer for storage (`prepare_store`), which vLLM makes once per request for
-    each of its chunks, whether it computed the chunk or found it in GPU memory. Look-ups do not
-    count, nor do a request's repeated offers, and a reset forgets nothing. At most `keys_max` +
-    1023 keys are counted; the least recently seen are forgotten. Threshold 1 needs no table.
+    A sighting is one offer to store a chunk (`prepare_store`). vLLM makes one per request for each
+    of its chunks, whether it computed the chunk or found it in GPU memory. Look-ups and a request's
+    repeated offers do not count, and a reset forgets nothing. At most `keys_max` + 1023 keys are
+    counted; the least recently seen are forgotten. Threshold 1 needs no table.
     """
 
     def __init__(self, threshold: int, keys_max: int) -> None:
         assert threshold >= 1
         self._threshold = threshold
         self._keys_max = keys_max
-        # The least recently seen is first. The garbage collector does not track bytes and ints.
+        # The least recently seen key is first. The garbage collector ignores bytes and ints.
         self._counts: dict[bytes, int] = {}
 
     def __len__(self) -> int:
@@ -52,10 +52,8 @@ class StoreThreshold:
     def see(
         self, keys: Sequence[bytes], again: Collection[bytes] = ()
     ) -> npt.NDArray[np.uint8] | None:
-        """Count an offer of each of `keys`. Return, by key, whether it is due; None if all are.
-
-        `again` contains keys that the request has offered before.
-        """
+        """Count an offer of each of `keys`, except those in `again`, which the request has offered
+        before. Return, by key, whether it is due; None if all are."""
         if self._threshold == 1:
             return None
         counts = self._counts
@@ -70,8 +68,8 @@ class StoreThreshold:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The chunks of one request to store. `ends` are the request's tokens up to each chunk's end,
-    and `positions` are the positions of the chunks' groups."""
+    """The chunks of one request to store. `ends` are the request's tokens up to each chunk's end;
+    `positions` are those of the chunks' groups."""
 
     keys: list[bytes]
     ends: npt.NDArray[np.int64]
@@ -81,9 +79,9 @@ class Offer:
 
 @dataclass(slots=True)
 class _Request:
-    """The state of a request. `boundary` is the last one stored. `provisional` lists, by group
-    position, the (end, key) of chunks that no later boundary has superseded, oldest first. `latest`
-    is, by group position, the end of the last chunk stored."""
+    """The state of a request. `boundary` is the last one stored. By group position, `provisional`
+    lists the (end, key) of chunks that no later boundary has superseded, oldest first, and `latest`
+    is the end of the last chunk stored."""
 
     boundary: int = 0
     provisional: dict[int, deque[tuple[int, bytes]]] = field(default_factory=dict)
@@ -91,10 +89,10 @@ class _Request:
 
 
 class BoundaryStores:
-    """The choice for all requests. `supersede` and `keep` are the core's. `groups` must include
+    """The choices for all requests. `supersede` and `keep` are the core's. `groups` must include
     windows or states. `every_tokens` is the distance between lasting boundaries, a multiple of
     every group's chunk. A prompt or shared prefix is stored up to its last multiple of
-    `tail_tokens`, if not 0, even within a chunk."""
+    `tail_tokens` (unless 0), even within a chunk."""
 
     def __init__(
         self,
@@ -126,7 +124,7 @@ class BoundaryStores:
     def offered(
         self, vllm_request: Any, keys: Sequence[bytes], ends: npt.NDArray[np.int64]
     ) -> Offer:
-        """Return the chunks to store, out of those that vLLM offers. `ends` is as in `Offer`."""
+        """Choose the chunks to store from those that vLLM offers. `ends` is as in `Offer`."""
         unit, request_id = self._unit_tokens, vllm_request.request_id
         request = self._requests.get(request_id)
         if request is None:
@@ -144,7 +142,7 @@ class BoundaryStores:
         return Offer(stored, ends[chosen], ~lasts[chosen], positions[chosen])
 
     def stored(self, request_id: str, offer: Offer) -> None:
-        """Record that all chunks that `offered` chose are being stored or were stored before."""
+        """Record that all chunks in `offer` are being stored or were stored before."""
         request = self._requests[request_id]
         for at in np.flatnonzero(self._reaches[offer.positions]).tolist():
             position, end = int(offer.positions[at]), int(offer.ends[at])
@@ -173,7 +171,7 @@ class BoundaryStores:
                 self._supersede(beyond)
 
     def reset(self) -> None:
-        """Forget all requests' chunks, which are no longer valid."""
+        """Forget the chunks of all requests, which are no longer valid."""
         self._requests.clear()
 
     def _last_boundary(self, request: _Request) -> int:

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks' verdicts on targets and the targets' measured rates, by which each write's target is
-chosen. Pure.
+"""The ranks' verdicts on targets and the targets' measured rates, which decide to which target each
+chunk is written. Pure.
 
-The choice itself runs once per chunk in `native/tiers/tiers.cpp` (`choose`). A target whose queue
-takes more than twice the time of the shortest gets no writes. Among the others, a target with a
-free slot is preferred to one that must evict, because a hit from a slower target is better than
-none. Among equals, the target with the fewest writes so far for its rate is chosen, so that shares
-follow the rates even while every queue is empty. A queue's time is its pending writes divided by
-the slowest rank's measured rate. While any rate is unknown, all are equal, and targets take turns.
+The choice itself runs per chunk in `native/tiers/tiers.cpp` (`choose`). A target whose queue takes
+more than twice as long as the shortest queue gets no writes. Among the others, a target with a free
+slot precedes one that must evict, because a hit on a slower target is better than a miss. Among
+equals, the target with the fewest writes so far in proportion to its rate is chosen, so that shares
+follow the rates even while all queues are empty. A queue's time is its pending writes divided by
+the slowest rank's measured rate. While any rate is unknown, all targets are equal and alternate.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ from vllm_nvmeof_offload.protocol import VERDICTS, RateReport, VerdictReport
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native import Tiers
 
-#: A target's rate counts as at least this share of the fastest one's: even a slow target must get a
-#: write now and then, because only a write shows that it is fast again.
+#: A target's rate counts as at least this share of the fastest target's. Even a slow target must
+#: get some writes, because only a write can show that it is fast again.
 _SPEED_MIN = 1 / 32
 
 
 class Targets:
-    """Combines the ranks' verdicts and rates by target, and passes the results to the tiers."""
+    """The ranks' verdicts and rates by target. The tiers get the combined results."""
 
     def __init__(self, tiers: Tiers, count: int) -> None:
-        #: The bytes/s at which the slowest rank reads, and writes, by target; 0 if unknown.
+        #: By target: the read and write rates of the slowest rank, in bytes/s; 0 if unknown.
         self.read_rates = [0.0] * count
         self.write_rates = [0.0] * count
-        #: Targets that are unusable for some rank.
+        #: Targets that some rank cannot use.
         self.suspects: set[int] = set()
         self._tiers = tiers
         self._rates: list[dict[int, RateReport]] = [{} for _ in range(count)]  # by rank
         self._verdicts: list[dict[int, VerdictReport]] = [{} for _ in range(count)]  # by rank
 
     def verdict(self, report: VerdictReport) -> bool:
-        """Record a verdict. Return whether the target's usability for all ranks changed."""
+        """Record a verdict. Return whether the usability of the target for all ranks changed."""
         verdicts, target = self._verdicts[report.target], report.target
         verdicts[report.rank] = report
         usable = all(one.usable for one in verdicts.values())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One engine's metrics, and its log lines on the start and on failures. Pure.
+"""One engine's metrics, and its log lines about the start and failures. Pure.
 
-Counters are exported as increases and gauges when they change, because most steps change few. In
-addition, all gauges are exported periodically, because each of several API servers receives only
-the steps of its own requests.
+Counters are exported as increases, and gauges when they change, because most steps change few. All
+gauges are also exported periodically, because each of several API servers receives only the steps
+of its own requests.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from vllm_nvmeof_offload.metrics import CONFIG_LABELS, GAUGES, Counts, Series, f
 from vllm_nvmeof_offload.protocol import LevelReport, RankHello
 from vllm_nvmeof_offload.units import format_bytes
 
-#: By the start of a fallback's line: the metric's name for the part, if different.
+#: By the start of a fallback's line: the metric's label, if it differs.
 _PARTS = {"io_uring registered": "registration"}
 _QUEUES = ("stream_slot", "read", "prefetch", "write")
 
 
 class MetricsCollector:
-    """Reads one core's counters and gauges. `config` maps `CONFIG_LABELS` to their values."""
+    """A reader of one core's counters and gauges. `config` maps `CONFIG_LABELS` to their values."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class MetricsCollector:
         gauges["capacity_tokens", "cpu"] = core.config.tokens_in(slots, sets)
 
     def take_increases(self) -> dict[Series, float]:
-        """Return counters' increases since the last call; the first call returns every series."""
+        """Return the counters' increases since the last call, or every series at the first call."""
         counts, before = self._core.counters, self._counted
         increases, self._zeros = self._zeros, {}
         for series, count in counts.items():
@@ -68,14 +68,14 @@ class MetricsCollector:
         return increases
 
     def take_gauges(self, *, unchanged_too: bool = False) -> dict[Series, float]:
-        """Return the gauges that have changed since the last call, or all of them."""
+        """Return the gauges that changed since the last call, or all gauges."""
         before, self._shown = self._shown, self._gauges()
         if unchanged_too:
             return self._shown
         return {s: value for s, value in self._shown.items() if before.get(s) != value}
 
     def snapshot(self) -> tuple[Mapping[Series, float], Mapping[Series, float]]:
-        """Return all counters and gauges as last taken, on any thread: nothing changes these
+        """Return all counters and gauges as last taken. Safe on any thread: nothing changes these
         mappings later."""
         return self._uncounted | self._counted, self._shown
 
@@ -107,7 +107,7 @@ class MetricsCollector:
 
 
 def _read_queues(levels: Iterable[LevelReport], targets: int) -> Counts:
-    """Return the reads' waits on the slowest rank, by lane: targets by number, then peers."""
+    """Return the read queues' waits on the slowest rank, by lane: first targets, then peers."""
     gauges = Counts({("read_queue_seconds", str(number)): 0 for number in range(targets)})
     for level in levels:
         for number, seconds in enumerate(level.read_waits_s):
@@ -118,7 +118,7 @@ def _read_queues(levels: Iterable[LevelReport], targets: int) -> Counts:
 
 
 def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str, str]:
-    """Return values of `CONFIG_LABELS` from rank 0; the start line lists those of other ranks."""
+    """Return rank 0's values of `CONFIG_LABELS`; the start line lists those of other ranks."""
     first = hellos[0]
     return {
         "version": __version__,
@@ -133,18 +133,16 @@ def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str
     }
 
 
-#: The start line contains a warning if a larger share of the slots' bytes is unused.
+#: The start line warns if a larger share of the slots' bytes is unused.
 _UNUSED_MAX = 0.25
 
 
 def start_line(
     hellos: Sequence[RankHello], core: ManagerCore, alone: str | None = None, group: str = ""
 ) -> str:
-    """Return one log line for all ranks together; values that differ are listed by rank.
-
-    `alone` states why other servers' chunks are not loaded: empty if they are loaded, None if
-    sharing is off. `group` names the servers whose chunks are loaded; empty for those of this host.
-    """
+    """Return one log line for all ranks. Values that differ are listed by rank. `alone` is the
+    reason why other servers' chunks are not loaded: empty if they are loaded, None if sharing is
+    off. `group` names the servers whose chunks are loaded; empty for all of this host."""
     first, ranks, capacity = hellos[0], len(hellos), core.capacity
     config, adopted = core.config, int(core.counters["adoption_chunks", "adopted"])
     size = capacity.slot_bytes
@@ -182,7 +180,6 @@ def start_line(
 
 
 def _tokens(config: CoreConfig, capacity: Capacity, slots: int) -> str:
-    """Return the tokens that this many slots hold."""
     at_most = "at most " if config.boundary_slots else ""
     return f"{at_most}{config.tokens_in(slots, capacity.set_sizes):,} tokens"
 
@@ -205,7 +202,6 @@ def _groups(config: CoreConfig, capacity: Capacity) -> Iterable[str]:
 
 
 def _adopted(config: CoreConfig, chunks: int) -> str:
-    """Return the text on adopted chunks, in tokens only if there is one group."""
     tokens = f" ({config.tokens_in(chunks):,} tokens)" if config.full_attention_only else ""
     return f"{chunks} chunks adopted{tokens}"
 
@@ -222,7 +218,7 @@ def _pool(first: RankHello, capacity: Capacity, config: CoreConfig, ranks: int) 
 
 
 def _by_rank(hellos: Sequence[RankHello], name: str) -> str:
-    """Return the field `name` of the hellos: one value if all are equal, else one per rank."""
+    """Return a field of the hellos: one value if all are equal, else one value per rank."""
     values: dict[int, str] = {hello.rank: getattr(hello, name) for hello in hellos}
     if len(set(values.values())) == 1:
         return values[hellos[0].rank]
@@ -231,7 +227,7 @@ def _by_rank(hellos: Sequence[RankHello], name: str) -> str:
 
 PERIOD_S = 60.0
 
-#: By operation: the words for the failure and for its consequence.
+#: By operation: the failure, and its consequence.
 _FAILED = {
     "store": ("copied from the GPU", "they are not offloaded"),
     "load": ("loaded", "their tokens are recomputed"),
@@ -242,12 +238,9 @@ _FAILED = {
 
 
 class FailureLog:
-    """Logs failed operations: the first of a kind at once, then at most one line per minute.
-
-    A kind is an operation with an outcome on a target. Each line states the number of chunks since
-    the last line of its kind, so that none is missed. `targets` are the targets' directories.
-    Cancelled operations are not logged.
-    """
+    """The log of failed operations: the first of a kind at once, then at most one line per minute.
+    A kind is an operation, an outcome and a target. Each line counts the chunks since the last line
+    of its kind. `targets` are directories. Cancelled operations are not logged."""
 
     def __init__(
         self, core: ManagerCore, targets: Sequence[str], clock: Callable[[], float] = time.monotonic
@@ -256,11 +249,11 @@ class FailureLog:
         self._targets = {str(number): path for number, path in enumerate(targets)}
         self._logged = Counts()
         self._logged_s: dict[Series, float] = {}
-        self._unequal = 0  # how many unequal groups were logged
-        self._has_lost = False  # whether unwritten chunks were logged
+        self._unequal = 0  # the number of unequal groups that were logged
+        self._has_lost = False  # whether the loss of unwritten chunks was logged
 
     def log_new(self) -> None:
-        """Log new failures that are due. Call after every step's reports."""
+        """Log new failures that are due. Call after the reports of every step."""
         for group in self._core.unequal_groups[self._unequal :]:
             logger.warning(
                 "ranks that should hold equal KV stored different bytes of KV cache group %d: "

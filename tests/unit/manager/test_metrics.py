@@ -362,7 +362,9 @@ def test_beginning_and_end_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     rig.suspension.ended("a")
     assert rig.lines() == []
     rig.suspension.ended("b")
-    assert rig.lines() == ["every request is stored again, 20 s after that call"]
+    assert rig.lines() == [
+        "every request is stored again, 20 s after a call that may have changed weights"
+    ]
     rig.suspension.ended("b")
     assert rig.lines() == []
 

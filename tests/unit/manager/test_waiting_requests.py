@@ -686,10 +686,10 @@ def test_the_first_start_and_the_last_ones_are_kept() -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({}, "no tier has the first chunk that GPU memory lacks"),
+        ({}, "no tier has the first chunk that is not in GPU memory"),
         ({"gpu_tokens": 90}, "10 tokens are left, and a chunk has 16"),
         ({"limits": "max_load_tokens=0"}, "the request limits its loads: max_load_tokens=0"),
-        ({"found_tokens": 64}, "vLLM took the found tokens from elsewhere"),
+        ({"found_tokens": 64}, "vLLM took the found tokens from another source"),
         ({"found_tokens": 64, "loaded_tokens": 64, "no_boundary_tokens": 5}, "5 more tokens were"),
         (
             {
@@ -804,7 +804,7 @@ def test_a_load_that_computing_would_have_beaten_counts_as_lost() -> None:
     assert worth.counted("gpu_seconds") == {("lost", "pool"): 3.0}
     assert worth.load is not None
     why = record(found_tokens=2 * T, loaded_tokens=2 * T, load=worth.load).describe()["why"]
-    assert why == ["computing would have been faster by 3.000 s"]
+    assert why == ["computing would have been 3.000 s faster"]
 
 
 def test_time_in_which_the_model_computes_prompts_is_not_lost() -> None:
