@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker side: it moves bytes between KV cache, staging and pool, and decides nothing."""
+"""The worker side, which moves bytes between KV cache, staging and pool, and makes no decisions."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Builds one rank's worker (pool, staging, engines, pipeline, thread) and the rank's handshake."""
+"""The construction of one rank's worker (pool, staging, engines, pipeline) and its handshake."""
 
 from __future__ import annotations
 
@@ -66,14 +66,13 @@ class RankIdentity:
     keyspace: Keyspace
     rank: int
     world_size: int
-    #: The reasons why no start may adopt this rank's chunks; empty if adoption is allowed.
+    #: Reasons why no start may adopt this rank's chunks; empty if adoption is allowed.
     volatile: tuple[str, ...] = ()
     replica: Replica = field(default_factory=Replica)
 
     @property
     def ranks(self) -> int:
-        """Return the number of ranks in all replicas, which share `pool_bytes` and
-        `staging_bytes`."""
+        """The number of ranks in all replicas, which share `pool_bytes` and `staging_bytes`."""
         return self.world_size * self.replica.count
 
     def __str__(self) -> str:
@@ -92,10 +91,8 @@ class RankWorker:
     staging: Staging
     pool: Pool | None
     watcher: TargetWatcher | None = None
-    #: The regions of other engines; None without a pool.
-    regions: RegionFiles | None = None
-    #: The connections to peers; None if this rank has none.
-    links: PeerLinks | None = None
+    regions: RegionFiles | None = None  # of other engines; None without a pool
+    links: PeerLinks | None = None  # to peers; None if this rank has none
 
 
 def build_worker(
@@ -171,7 +168,7 @@ def build_worker(
 
 
 def _checksum_at(tuning: Tuning, geometry: CacheGeometry) -> tuple[str, tuple[str, ...]]:
-    """Return where to compute checksums (the CPU, if the GPU cannot), and the fallbacks."""
+    """Return where to compute checksums (on the CPU if the GPU cannot), and the fallbacks."""
     pages = [page for group in geometry.by_group for _, _, page, _ in group.columns[0]]
     odd = [page for page in pages if page % STRIPE_BYTES]
     if tuning.checksum_at != "gpu" or not odd:
@@ -197,9 +194,9 @@ def _transfer_limits(
     tuning = settings.tuning
     target_count = pool.target_count if pool else 1
 
-    # Allow twice the number of operations that the engine works on, because a completed one is
-    # replaced only in the next turn of the pipeline's thread. Do not allow more, because deadlines
-    # run from submission, and time in the engine's queue must not make a target look hung.
+    # Allow twice the operations that the engine works on, because a completed operation is replaced
+    # only in the next turn of the pipeline's thread. Allow no more: deadlines run from submission,
+    # and time in the engine's queue must not make a target look hung.
     by_threads = "threads" in io.name
     at_work = tuning.io_threads if by_threads else tuning.io_depth * target_count
     sharing = target_count if by_threads else 1  # targets that share one limit on bytes
@@ -221,7 +218,6 @@ def _transfer_limits(
 
 
 def _own(pool: Pool) -> dict[bytes, OwnRegion]:
-    """Return our regions by uuid."""
     return {
         one.place(0).region_uuid: OwnRegion(target, one.slots)
         for target, one in enumerate(pool.superblocks)
@@ -255,7 +251,7 @@ def _watcher(
     pool: Pool, io: IoEngine, health: tuple[TargetHealth, ...], runner: PipelineRunner
 ) -> TargetWatcher:
     """Start the thread that watches the targets and reattaches them when they return."""
-    # Resolve links now, because a later access to the path might hang.
+    # Resolve symbolic links now, because a later access to the path might hang.
     targets = [os.path.realpath(directory) for directory in pool.directories]
     attachments = Attachments(pool, io, health)
     return TargetWatcher(attachments, targets, lambda call: runner.hand_over(lambda _: call()))
@@ -264,14 +260,12 @@ def _watcher(
 def _slots(
     settings: OffloadConfig, identity: RankIdentity, slot_bytes: int
 ) -> tuple[int, int, int, int]:
-    """Return the bytes per slot, and the numbers of cache, stream and serve slots.
-
-    Raises: ConfigError: this rank's container does not have enough memory for them.
-    """
+    """Return the bytes per slot, and the numbers of cache, stream and serve slots. Raises
+    ConfigError if this rank's container has too little memory."""
     check_memory_left(settings.staging_bytes // identity.ranks)
     served = serve_slots(settings, slot_bytes)
     staging_bytes = settings.staging_bytes // identity.ranks - served * slot_bytes
-    # Peers need as many again, because their connections may carry as much as the targets.
+    # Peers double the stream slots, because their connections can carry as much as the targets.
     streams = settings.tuning.stream_slots * (2 if settings.peers else 1)
     return slot_bytes, *split_slots(staging_bytes, slot_bytes, streams), served
 
@@ -289,17 +283,15 @@ def _pool_bytes(settings: OffloadConfig, identity: RankIdentity, slot_bytes: int
 def _join_set(
     groups: tuple[RankGroup, ...], identity: RankIdentity, slots: tuple[int, int, int, int]
 ) -> tuple[SetMemory | None, tuple[RankGroup, ...], tuple[str, ...]]:
-    """Let this rank share memory with the ranks that hold equal KV.
-
-    `slots` is the bytes per slot, then the numbers of cache, stream and serve slots. Also returns
-    the groups and, if memory cannot be shared, the reason; each rank then forms a separate set.
-    """
+    """Let this rank share memory with the ranks that hold equal KV. `slots` are the bytes per slot,
+    then the numbers of cache, stream and serve slots. If memory cannot be shared, each rank forms a
+    separate set, and the reason is returned after the groups."""
     sizes = tuple(group.set_size for group in groups)
     members = max(sizes, default=1)
     if members == 1:
         return None, groups, ()
     number, member = divmod(identity.rank, members)
-    # All ranks of an engine on this host have the same parent process, and no other engine has it.
+    # All ranks of an engine on this host share a parent process that no other engine has.
     name = f"{identity.replica.engine}/{os.getppid()}/{number}"
     layout = SetLayout(name, identity.keyspace.digest, members, sizes, *slots)
     try:
@@ -364,9 +356,9 @@ def _adopt(pool: Pool | None) -> tuple[AdoptedEntries, float]:
 
 
 def _injector_of_faults(control: str) -> Callable[..., IoEngine]:
-    """Return `inject` from the benchmark package, which a server does not include."""
+    """Return `inject` from the benchmark package, which is not part of a server."""
     logger.warning(
-        "FAULT INJECTION is on: I/O fails and answers may be wrong on purpose; see %s", control
+        "FAULT INJECTION is on: I/O fails on purpose, and answers may be wrong; see %s", control
     )
     try:
         inject: Callable[..., IoEngine] = importlib.import_module(_INJECTOR).inject

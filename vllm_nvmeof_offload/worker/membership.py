@@ -3,9 +3,9 @@
 
 The ranks of a set hold equal bytes of some KV cache group and run on one host
 (`RankGroup.set_size`). The first rank creates the memory as an anonymous file and sends its
-descriptor to the others over an abstract Unix socket. So the memory needs no path and no space on
-a file system, and nothing is left to clean up. All ranks must want the same layout. If one rank
-does not connect, no rank gets the memory, and each keeps its own copies.
+descriptor to the others over an abstract Unix socket, so nothing needs a path, space on a file
+system, or cleanup. All ranks must want the same layout. If one rank does not connect, no rank gets
+the memory, and each keeps its own copies.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from vllm_nvmeof_offload.native import set_words_bytes
 from vllm_nvmeof_offload.staging import SetMemory
 
-#: The ranks connect at about the same time, because vLLM allocates all KV caches at once.
+#: The longest wait for the other ranks. vLLM allocates all KV caches at about the same time.
 MEET_S = 60.0
 _RETRY_S = 0.02
 _MESSAGE_BYTES_MAX = 4096
@@ -33,15 +33,13 @@ _WELCOME = b"welcome"
 
 
 class NoSetError(Exception):
-    """The ranks of a set cannot share memory. The message names the cause."""
+    """A failure of a set's ranks to share memory. The message names the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetLayout:
-    """The layout on which all members must agree.
-
-    `name` is unique among the sets that start on this machine. `keyspace` is a digest.
-    """
+    """The layout on which all members must agree. `name` is unique among the sets that start on
+    this machine, and `keyspace` is a digest."""
 
     name: str
     keyspace: str
@@ -59,7 +57,7 @@ class SetLayout:
 
     @property
     def staging_bytes(self) -> int:
-        """Return the staging bytes of one member."""
+        """The staging bytes of one member."""
         return self.slot_bytes * (self.cache_slots + self.stream_slots + self.serve_slots)
 
     @property
@@ -74,7 +72,7 @@ class SetLayout:
 def join_set(layout: SetLayout, member: int, timeout_s: float = MEET_S) -> SetMemory:
     """Join the other members and map the set's memory. Every member must call this.
 
-    Raises: NoSetError: a member does not connect, wants another layout, or cannot map the memory.
+    Raises NoSetError if a member does not connect, wants another layout, or cannot map the memory.
     """
     end_s = time.monotonic() + timeout_s
     try:
@@ -115,7 +113,7 @@ def _lead(layout: SetLayout, end_s: float) -> int:
 
 
 def _greeted(other: socket.socket, layout: SetLayout, end_s: float) -> int | None:
-    """Return the number of the member that connected, or None if `other` is not one."""
+    """Return the number of the member that connected, or None if `other` is no member."""
     other.settimeout(_left(end_s))
     if _user_of(other) != os.getuid():
         return None
@@ -146,7 +144,7 @@ def _follow(layout: SetLayout, member: int, end_s: float) -> int:
         with _socket(end_s) as first:
             try:
                 first.connect(layout.address)
-            except ConnectionRefusedError:  # the first member does not listen yet
+            except ConnectionRefusedError:  # the first member is not listening yet
                 time.sleep(_RETRY_S)
                 continue
             if _user_of(first) != os.getuid():
@@ -161,9 +159,9 @@ def _follow(layout: SetLayout, member: int, end_s: float) -> int:
 
 
 def _socket(end_s: float) -> socket.socket:
-    """Return a new socket with the remaining time as its timeout. TimeoutError: none remains."""
+    """Create a socket that times out at `end_s`. Raises TimeoutError if it has passed."""
     left_s = _left(end_s)
-    # This socket type keeps messages whole and reports the end of the connection at once.
+    # SOCK_SEQPACKET keeps messages whole and reports the end of the connection at once.
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(left_s)
     return made

@@ -4,11 +4,11 @@ server through which this rank reads for peers.
 
 The native machine decides which chunks a peer reads; the sessions carry the requests and the
 chunks. Nothing waits for a peer, and all peers are optional. Without NIXL and RDMA, peers send
-chunks in messages. Without the messaging libraries no peer is used, and this is logged once.
+chunks in messages. Without the messaging libraries, no peer is used, and this is logged once.
 
-The peer server's thread requests the reads that this rank does for peers, and the machine does them
-after the reads that local loads wait for. A peer may request anything, so a read is passed to the
-machine only if its region is open here, it fits the region, and it is for our current weights.
+The peer server's thread requests reads for peers, and the machine does them after the reads that
+local loads wait for. A peer may request anything, so a read is passed to the machine only if its
+region is open here, it fits the region, and it is for our current weights.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.peers.server import PeerServer
 
 
-#: Returns the owner and target of another engine's region, by uuid; None if it is not open.
+#: A function that returns the owner and target of a region by uuid; None if it is not open.
 FindRegion = Callable[[bytes], tuple[int, int] | None]
 
 _T = TypeVar("_T")
@@ -79,10 +79,10 @@ class PeerPort(Protocol):
         """Request `reads` from the lane's peer, at most as many as its credits allow."""
 
     def cancel(self, tokens: Sequence[int]) -> None:
-        """Cancel these reads. `poll` still reports the end of each."""
+        """Cancel these reads. `poll` still reports that they ended."""
 
     def poll(self) -> list[PeerEnd]:
-        """Return the reads that ended since the last call."""
+        """Take the reads that ended since the last call."""
 
     def state(self, lane: int) -> PeerState:
         """Return the last known state of the lane's peer."""
@@ -128,7 +128,7 @@ class Peering:
         """Pass the peers' current states and the completed copies to the machine."""
         for ticket, _ in self._peers.landing.poll():
             machine.landed(self._landing.pop(ticket))
-        for end in self._port.poll():  # first, so that states show lost peers as lost
+        for end in self._port.poll():  # before the states, so that they show lost peers
             self._ends[end.token] = end
         for lane, known in enumerate(self._known):
             state = self._port.state(lane)
@@ -199,7 +199,7 @@ class OwnRegion(NamedTuple):
 
 
 class ServeQueue:
-    """The queue between the peer server, for which it implements `ServePort`, and the pipeline."""
+    """The queue between the peer server and the pipeline. The server uses it as a `ServePort`."""
 
     def __init__(self, wake: Callable[[], None]) -> None:
         """`wake` wakes the pipeline's thread."""
@@ -234,7 +234,7 @@ class ServeQueue:
     # -- the pipeline's thread --------------------------------------------------------
 
     def take(self) -> tuple[list[PeerRead], list[int]]:
-        """Return the reads requested since the last call, and the tokens of cancelled ones."""
+        """Take the reads requested since the last call, and the tokens of cancelled ones."""
         unwanted = _taken(self._unwanted)  # first, or a read could follow its cancellation
         return _taken(self._asked), unwanted
 
@@ -275,7 +275,7 @@ class Serving:
         """`memory` holds the serve slots. `find_region` finds other engines' regions."""
         self._machine, self._serve, self._memory, self._clock = machine, serve, memory, clock
         self._find_region = find_region
-        #: The groups by chunk length. If several have the same length, any one will do.
+        #: The groups by chunk length. Any group of the right length will do.
         self._groups = {size: group for group, size in enumerate(group_bytes)}
         self._refused: list[Served] = []
 
@@ -306,7 +306,7 @@ class Serving:
         self._serve.queue.put(ended, Levels(*self._machine.serve_levels()))
 
     def _row_of(self, read: PeerRead, tag: bytes) -> _Row | Outcome | None:
-        """Return the row to read, or the outcome of a refusal: None if its region is not open."""
+        """Return the row to read, STALE to refuse it, or None if its region is not open."""
         uuid, slot = read.place.region_uuid, read.place.slot
         group = self._groups.get(read.payload_bytes)
         own = self._serve.own.get(uuid)
@@ -341,8 +341,8 @@ class _Row(NamedTuple):
 
 
 class PeerLinks:
-    """The connections to peers. `clients` is None if no peer reads for us; `server` is None if we
-    read for no peer. `landing` copies chunks from peers into cache slots."""
+    """The connections to peers. `clients` is None if no peer reads for us, and `server` is None if
+    we read for no peer. `landing` copies chunks from peers into cache slots."""
 
     def __init__(
         self, clients: PeerClients | None, server: PeerServer | None, landing: CopyEngine
@@ -353,13 +353,13 @@ class PeerLinks:
         self._taken = Counts()
 
     def set_tag(self, tag: bytes) -> None:
-        """End all sessions with another share tag. Call this before a reset begins."""
+        """End all sessions that have another share tag. Call this before a reset begins."""
         for one in (self.clients, self._server):
             if one is not None:
                 one.set_tag(tag)
 
     def take_counts(self) -> Counts:
-        """Return the counts since the last call, named as in `metrics.COUNTERS`."""
+        """Return the counts since the last call, by the series of `metrics.COUNTERS`."""
         counters = Counts()
         if self.clients is not None:
             counts = self.clients.counts
@@ -379,7 +379,7 @@ class PeerLinks:
         return grown
 
     def close(self) -> bool:
-        """End all sessions. Return True if no peer and no pull touches our memory any more."""
+        """End all sessions. Return whether no peer and no pull still touches our memory."""
         ended = [one.close() for one in (self._server, self.clients) if one is not None]
         self.landing.close()
         return all(ended)
@@ -396,10 +396,8 @@ def open_links(
     """Start the threads for peers. Return None if there are no peers.
 
     `tag` is the current share tag of our chunks. `wake` is called after chunks from peers have been
-    copied into their cache slots.
-
-    Raises: ConfigError: this process cannot listen at `peer_listen`, or its messaging library does
-    not support the share secret.
+    copied into their cache slots. Raises ConfigError if this process cannot listen at
+    `peer_listen`, or if its messaging library does not support the share secret.
     """
     if not settings.peers and serve_port is None:
         return None
@@ -433,7 +431,7 @@ def open_links(
         try:
             server = PeerServer(address, *parts, by_nixl=by_nixl, read_deadline_s=deadline_s)
         except EngineError as error:
-            remedy = f"{error}; name an address of this machine and a port that is free"
+            remedy = f"{error}; name an address of this machine and a free port"
             raise ConfigError("peer_listen", listen, remedy) from None
         logger.info("serving peers at %s with %d slots", server.address, slots.serve_slots)
     if settings.peers:

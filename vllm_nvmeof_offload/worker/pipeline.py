@@ -2,10 +2,10 @@
 """The transfer pipeline: one rank's transfers between KV cache, staging and pool.
 
 `TransferPipeline` connects the native machine (native/machine/machine.h) to the engines. The
-machine owns the order, the bounds and the state of every chunk; Python makes one call per batch,
-and all work per chunk runs in C++. The pipeline creates no thread, uses neither vLLM nor torch, and
-its clock is injected. It accepts commands, advances in `step`, and returns reports and finished
-jobs. One thread at a time calls it: the simulator's, or one that holds a `PipelineRunner`'s lock.
+machine owns the order, the bounds and the state of every chunk; Python makes one call per batch.
+The pipeline creates no thread and uses neither vLLM nor torch, and its clock is injected. It
+accepts commands, advances in `step`, and returns reports and finished jobs. Only one thread at a
+time may call it: the simulator's, or the one that holds a `PipelineRunner`'s lock.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ Transfer: TypeAlias = tuple[
     int, bool, ChunkBatch, npt.NDArray[np.int32], Sequence[int], Sequence[int]
 ]
 
-#: This many bytes in flight saturate a target: 100 Gb/s × 0.6 ms. A single operation never does.
+#: The bytes in flight that saturate a target: 100 Gb/s × 0.6 ms. A single operation never does.
 _SATURATING_BYTES = 8 * MIB
 #: A new local load waits for the reads that its target has already started for peers. This many
-#: bytes are enough to keep a target busy that reads 10 GB/s with a latency of 400 µs.
+#: bytes keep a target busy that reads 10 GB/s with a latency of 400 µs.
 _SERVED_BYTES = 4 * MIB
 _SATURATING_OPS_MIN = 2
 #: The kinds of operations, indexed by their numbers in the native machine.
@@ -82,14 +82,11 @@ _RETRYABLE = [ERRORS.get(number, (False,))[0] for number in range(max(ERRORS) + 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
-    """The limits on one rank's I/O. A deadline is in seconds from the first submission.
+    """The limits on one rank's I/O. Deadlines are in seconds from the first submission. Limits on
+    operations are divided evenly among the targets, with at least one operation each; limits on
+    bytes apply to each target."""
 
-    Limits on operations are divided evenly among the targets, with at least one operation each.
-    Limits on bytes apply to each target separately.
-    """
-
-    #: The bytes per chunk, by group.
-    group_bytes: tuple[int, ...] = field(kw_only=True)
+    group_bytes: tuple[int, ...] = field(kw_only=True)  # per chunk, by group
     rank: int = 0
     target_count: int = 1
     reads_in_flight_max: int = 64
@@ -98,15 +95,15 @@ class TransferLimits:
     write_deadline_s: float = TUNING.write_deadline_ms / 1000
     #: By target, and shared with the code that reattaches targets; None if no target can return.
     health: tuple[TargetHealth, ...] | None = None
-    pool_slots: int = 0  # on this rank; 0 to skip the check of places
+    pool_slots: int = 0  # on this rank; 0 disables the check of places
     read_bytes_in_flight_max: int = TUNING.read_bytes_in_flight_max
     write_bytes_in_flight_max: int = TUNING.write_bytes_in_flight_max
-    #: The limit on bytes being written while reads wait or run on the same target.
+    #: The limit on bytes being written to a target while reads of the target wait or run.
     write_bytes_beside_reads_max: int = TUNING.write_bytes_beside_reads_max
-    #: The largest share of a target's reads and bytes in flight that peers may use. The rest is
-    #: kept for this server's own loads. One read for a peer is always allowed.
+    #: The largest share of a target's reads and bytes in flight that peers may use. The rest is for
+    #: this server's own loads. One read for a peer is always allowed.
     serve_share: float = 0.9
-    #: The limit on bytes in flight for peers; None: enough to keep a target busy, at least 2 slots.
+    #: The limit on bytes in flight for peers; None for enough to keep a target busy (>= 2 slots).
     serve_bytes_in_flight_max: int | None = None
     #: Whether a load's copy verifies its payload, if the copy engine has checksums (machine.h).
     copies_check: bool = False
@@ -122,16 +119,16 @@ class FinishedJob(NamedTuple):
 
 
 class _Ticket(NamedTuple):
-    """A batch of copies in the copy engine. `payloads` is None unless the batch needs
-    checksums, as stores do, and loads whose copies verify payloads."""
+    """A batch of copies in the copy engine. `payloads` is None unless the batch needs checksums: in
+    stores, and in loads whose copies verify payloads."""
 
     batch: int
     direction: Direction
     size_bytes: int
     began_s: float
     payloads: Payloads | None
-    #: uint8[n]: whether each payload's CRC is needed, either for members of the set to compare or
-    #: to verify a load's payload; None if no CRC is needed.
+    #: uint8[n]: whether each payload needs a CRC, for members of the set to compare or to verify a
+    #: load; None if none does.
     sampled: npt.NDArray[np.uint8] | None
 
 
@@ -145,7 +142,7 @@ class _Moved:
 
 
 class TransferPipeline:
-    """One rank's transfer pipeline; see the module's docstring."""
+    """One rank's transfer pipeline, as the module describes it."""
 
     def __init__(
         self,
@@ -160,7 +157,7 @@ class TransferPipeline:
         serve: Serve | None = None,
     ) -> None:
         """`opener` opens other engines' regions; None if no command will name one. `peers` are the
-        peers that read for us, and `serve` is our service for peers; either may be None."""
+        peers that read for us, and `serve` is our service for peers; both can be None."""
         self._counters = Counts()
         self._copy, self._io, self._clock = copy, io, clock
         self._limits = limits
@@ -248,10 +245,8 @@ class TransferPipeline:
                     self._regions.detach(command.owner)
 
     def cancel(self, op: int, rows: npt.NDArray[np.uint32] | None = None) -> None:
-        """Cancel `rows` of an op, or all rows if None. Their reports still follow.
-
-        Chunks that DMA is copying continue, and so do stores and resets, on which other ops depend.
-        """
+        """Cancel `rows` of an op, or all rows if None. The rows are still reported. Copies by DMA
+        continue, and so do stores and resets, because other ops depend on them."""
         self._machine.set_time(self._clock())
         self._machine.cancel(op, rows)
 
@@ -271,10 +266,8 @@ class TransferPipeline:
         self._machine.begin(op, _KINDS.index(kind), int(Urgency.DEMAND), batch, *moved)
 
     def _number_of(self, fence: object) -> int:
-        """Return the number of `fence`, or 0 if it is None.
-
-        The model's thread records fences in order, so only the newest one can be passed in again.
-        """
+        """Return the number of `fence`, or 0 for None. The model's thread records fences in order,
+        so only the newest one can be passed in again."""
         if fence is None:
             return 0
         number, newest = self._newest
@@ -306,8 +299,8 @@ class TransferPipeline:
         self._submit_copies()
 
     def submit_copies(self) -> bool:
-        """Submit the copies that are ready. Return whether a row has been decided, so that `step`
-        must follow."""
+        """Submit the copies that are ready. Return whether a row was decided and `step` must
+        follow."""
         self._submit_copies()
         return self._machine.to_report > 0
 
@@ -343,7 +336,7 @@ class TransferPipeline:
 
     @property
     def counters(self) -> Counts:
-        """Return the counts since they were last cleared, named as in `metrics.COUNTERS`."""
+        """The counts since they were last cleared, by the series of `metrics.COUNTERS`."""
         reads, writes, written = self._machine.take_counts()
         if reads[0]:
             self._count_transfer("load", "pool", *reads)
@@ -360,14 +353,13 @@ class TransferPipeline:
         return self._counters
 
     def deadline_in_s(self) -> float:
-        """Return the seconds until `step` must be called even if nothing happens; may be
-        infinite."""
+        """Return the seconds until `step` must be called even if nothing happens; can be inf."""
         return max(0.0, self._machine.next_deadline_s() - self._clock())
 
     def await_set(self, fds: Sequence[int], seconds: float) -> bool:
         """Wait until another member of the set makes progress, one of `fds` is readable, or
-        `seconds` have passed. Returns False at once if no other member can cause an event. Polls
-        the set's shared memory every 200 µs, because other members cannot wake this process."""
+        `seconds` have passed. Return False at once if no other member can cause an event. The set's
+        shared memory is polled every 200 µs, because other members cannot wake this process."""
         return self.in_set and self._machine.await_set(fds, seconds)
 
     def leave_set(self) -> None:
@@ -380,8 +372,8 @@ class TransferPipeline:
         return self._machine.idle
 
     def read_queues(self) -> list[tuple[int, float]]:
-        """Return, by lane, the bytes queued ahead of a new read, and the seconds that they will
-        take (0 if unknown)."""
+        """Return, by lane, the bytes queued ahead of a new read, and the seconds until they are
+        read (0 if unknown)."""
         return self._machine.read_queues()
 
     def _foreign_place(self, place: int) -> SlotPlace | None:
@@ -400,7 +392,7 @@ class TransferPipeline:
             self._machine.ended(ended)
 
     def _drive_lanes(self) -> None:
-        """Let the machine drive the lanes until nothing more advances."""
+        """Let the machine drive the lanes until nothing advances any more."""
         machine = self._machine
         self._set_targets()
         ahead_s = 0.0 if self._in_python else self._clock() - time.monotonic()
@@ -419,9 +411,9 @@ class TransferPipeline:
             self._io.submit([reset_op(token, target) for token, target in resets])
         for target, code, number in unwritten:
             logger.warning(
-                "target %d failed to write its superblock (%s): the reset continues, but later "
-                "starts find nothing stored there from now on until the write succeeds or the "
-                "target is reattached",
+                "target %d failed to write its superblock (%s): the reset continues, but until the "
+                "write succeeds or the target is reattached, later starts will not find chunks "
+                "stored there from now on",
                 target,
                 outcome_of(code, number),
             )
@@ -444,7 +436,7 @@ class TransferPipeline:
         self._set_targets()
 
     def _set_targets(self) -> None:
-        """Pass changed target states to the machine. Other threads may change them too."""
+        """Pass changed target states to the machine. Other threads change them too."""
         for target, health in enumerate(self._health):
             found = health.verdict, health.attachment
             if found != self._known[target]:
@@ -513,13 +505,10 @@ class TransferPipeline:
     def _count_transfer(
         self, direction: str, stage: str, operations: int, size_bytes: int, seconds: float
     ) -> None:
-        """Count `transfer_operations`, `transfer_bytes` and `transfer_seconds`.
-
-        `direction` is store (from the GPU towards the pool) or load. `stage` is gpu (copies between
-        KV cache and staging) or pool (reads and writes of slots). A copy is timed from
-        its submission to the engine, so its time includes the wait for the fence.
-        `TransferResult.seconds` is timed from the start of the job, and includes pool reads too.
-        """
+        """Count a transfer. `direction` is store (from the GPU towards the pool) or load; `stage`
+        is gpu (copies between KV cache and staging) or pool (reads and writes of slots). A copy's
+        seconds start at its submission, so they include the wait for the fence.
+        `TransferResult.seconds` start with the job, and include pool reads too."""
         self._counters["transfer_operations", direction, stage] += operations
         self._counters["transfer_bytes", direction, stage] += size_bytes
         self._counters["transfer_seconds", direction, stage] += max(0.0, seconds)
@@ -531,7 +520,7 @@ def _machine_options(
     targets = limits.target_count
     reads_max = max(1, limits.reads_in_flight_max // targets)
     writes_max = max(1, limits.writes_in_flight_max // targets)
-    # The number of concurrent reads per target if loads keep all targets and peers busy.
+    # The concurrent reads per target when loads keep all targets and peers busy.
     readers = targets + (peers.lanes if peers else 0)
     streamed_max = max(1, min(reads_max, staging.stream_slots // readers))
     enough = max(_SATURATING_OPS_MIN, -(-_SATURATING_BYTES // staging.slot_bytes))
@@ -567,19 +556,19 @@ def _machine_options(
 _WAIT_S_MAX = 1.0
 
 #: The longest time for which Python lets a busy thread keep the interpreter lock. A load wakes the
-#: pipeline's thread a few times; each time the thread waits this long if the engine is computing.
+#: pipeline's thread a few times, and each time waits this long while the engine computes.
 _SWITCH_S_MAX = 0.0005
 
 
 class PipelineRunner:
-    """Runs the pipeline on a separate thread, so that transfers continue while the model computes.
+    """A thread that runs the pipeline, so that transfers continue while the model computes.
 
     The model's thread calls all methods: it hands over calls, which run in order, and takes
     results. It blocks only in `wait`, for copies that must complete before vLLM continues. Other
-    threads may also call `hand_over`.
+    threads may call only `hand_over`.
 
-    A lock guards the pipeline. The pipeline's thread holds it except while it waits, so that
-    meanwhile the model's thread can start a load itself (`start`), without waking the other.
+    The pipeline's thread holds a lock on the pipeline except while it waits. Meanwhile, the model's
+    thread can start a load itself (`start`), without waking the pipeline's thread.
     """
 
     def __init__(
@@ -589,7 +578,7 @@ class PipelineRunner:
         io_fd: int,
         links: PeerLinks | None = None,
     ) -> None:
-        """`io_fd` is readable while there may be completed I/O."""
+        """`io_fd` is readable while completed I/O may be waiting."""
         self._pipeline = pipeline
         self._waker = waker
         self._links = links
@@ -607,8 +596,8 @@ class PipelineRunner:
         sys.setswitchinterval(min(_SWITCH_S_MAX, sys.getswitchinterval()))
         self._thread = threading.Thread(target=self._run, name="nvmeof-pipeline", daemon=True)
         self._thread.start()
-        # At exit, Python ends a daemon thread when it next takes the interpreter lock. If that
-        # happens inside a native call, the process aborts.
+        # At exit, Python ends a daemon thread when it next takes the interpreter lock. Inside a
+        # native call, this aborts the process.
         atexit.register(self.stop)
 
     def hand_over(self, call: Callable[[TransferPipeline], None], *ops: int) -> None:
@@ -618,18 +607,16 @@ class PipelineRunner:
                 self._open.update(ops)
         with self._handing_over:
             self._inbox.append(lambda: call(self._pipeline))
-            # If this call is not the first, it is taken along with the earlier ones.
+            # A call that is not the first is taken together with the earlier ones.
             is_first = len(self._inbox) == 1
         if is_first:
             self._waker.wake()
 
     def start(self, call: Callable[[TransferPipeline], None], *ops: int) -> None:
-        """Run `call` on this thread, and submit the copies that it makes ready, if the pipeline's
-        thread waits and no earlier call does. Else, and in a set, hand the call over.
-
-        Only for the model's thread, and calls that start no I/O. `ops` are as in `hand_over`.
-        """
-        # While it waits for other members of a set, the pipeline's thread uses the machine.
+        """Run `call` on this thread and submit the copies that it makes ready, if the pipeline's
+        thread is waiting and no earlier call is queued. Otherwise, and in a set, hand it over. Only
+        for the model's thread, and for calls that start no I/O. `ops` are as in `hand_over`."""
+        # In a set, the pipeline's thread uses the machine while it waits for other members.
         if not self._pipeline.in_set and self._turn.acquire(blocking=False):
             try:
                 if not (self._inbox or self._stopping or self._failure):
@@ -655,7 +642,7 @@ class PipelineRunner:
                 self._changed.wait(timeout=1.0)
 
     def take(self) -> tuple[list[FinishedJob], list[Report], Counts]:
-        """Return the finished jobs, reports and counters since the last call, as one snapshot."""
+        """Take the finished jobs, reports and counters since the last call, as one snapshot."""
         with self._changed:
             self._raise_failure()
             taken = (self._finished, self._reports, self._counters)
@@ -706,7 +693,6 @@ class PipelineRunner:
             self._changed.notify_all()
 
     def _wait_ms(self) -> int:
-        """Return how long the next turn may wait: until the next deadline."""
         return math.ceil(1000 * min(self._pipeline.deadline_in_s(), _WAIT_S_MAX))
 
     def _publish(self) -> None:
@@ -726,7 +712,7 @@ class PipelineRunner:
             self._changed.notify_all()
 
     def _publish_links(self, links: PeerLinks) -> None:
-        """Publish the peers' counters separately, because reads for peers produce no report."""
+        """Publish the peers' counters separately, because reads for peers produce no reports."""
         grown = links.take_counts()
         if not grown:
             return

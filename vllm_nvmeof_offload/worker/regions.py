@@ -2,16 +2,16 @@
 """Other engines' regions on our targets: the files from which their chunks are read.
 
 `RegionFiles` opens and closes files in the background, because both may block. `Regions`, on the
-pipeline's thread, passes them to the I/O engine and has them closed when no read uses them any
-more. All files are opened read-only.
+pipeline's thread, passes them to the I/O engine and has them closed after the last read that uses
+them. All files are opened read-only.
 
-A region is usable here if its superblock equals ours except for uuid, slots, targets and the fields
-that a reset changes. On rank 0 its uuid must also be the one that the follower saw. Each read
-verifies the rest (docs/protocol.md, rule 6).
+A region is usable if its superblock equals ours except for uuid, slots, targets and the fields that
+a reset changes. On rank 0, its uuid must also be the one that the follower saw. Each read verifies
+the rest (docs/protocol.md, rule 6).
 
 A lost target may return with another file system, and the old one cannot be mounted again while
-files on it are open. So when a target is gone, the files of its regions are closed, and when one
-returns, the files of all owners are reopened.
+files on it are open. So the files of regions on a lost target are closed, and the files of all
+owners are reopened when a target returns.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.targets.health import Verdict
 
-#: The most attaches in progress at a time. Any more fail with EAGAIN.
+#: The most attaches in progress. Any more fail with EAGAIN.
 _OPENING_MAX = 64
-#: The number of threads that open files, and so the most opens that may hang at a time.
+#: The number of threads that open files, which bounds the opens that can hang at a time.
 _OPENERS = 8
-#: The numbers of owners that only peers have named, above those that the follower assigns.
+#: Numbers for owners that only peers have named, above those that the follower assigns.
 _UNNAMED_OWNERS = range(OWNERS_MAX + 1, 1 << 15)
-#: The files of such owners are closed after this long without a request.
+#: The time without a request after which the files of such an owner are closed.
 _UNUSED_S = 60.0
-#: The shortest time between two searches for regions.
+#: The minimum interval between two searches for regions.
 _AGAIN_S = 0.5
 
 _T = TypeVar("_T")
@@ -74,13 +74,13 @@ class FoundPool(NamedTuple):
 
 
 class RegionOpener(Protocol):
-    """Opens regions outside the pipeline's thread, and wakes that thread for each answer."""
+    """An opener of regions. It never blocks, and wakes the pipeline's thread for each answer."""
 
     def open(self, command: AttachCommand, targets: Sequence[int]) -> None:
         """Open the regions of the command's owner on these targets."""
 
     def take(self) -> list[OpenRegions]:
-        """Return the answers received since the last call. The caller must close their files."""
+        """Take the answers received since the last call. The caller must close their files."""
 
     def close(self, regions: Iterable[ForeignSlab]) -> None:
         """Close the files of these regions."""
@@ -89,7 +89,7 @@ class RegionOpener(Protocol):
         """Search our targets for this region, unless a search is already running."""
 
     def take_found(self) -> list[FoundPool]:
-        """Return the pools of the regions found since the last call."""
+        """Take the pools of the regions found since the last call."""
 
 
 class Regions:
@@ -119,15 +119,13 @@ class Regions:
         self._drop_owner(owner)
 
     def slot_place(self, place: int) -> SlotPlace | None:
-        """Return the place that the slot's header must name; None if its region is not open."""
+        """Return the place that the slot's header must name, or None if its region is not open."""
         region = self._used.get((owner_of(place), target_of(place)))
         return None if region is None else region.place(slot_of(place))
 
     def find(self, uuid: bytes) -> tuple[int, int] | None:
-        """Return the owner and target of the region `uuid`, or None if it is not open yet.
-
-        In that case a search starts: an engine that loads nothing itself has opened no regions.
-        """
+        """Return the owner and target of the region `uuid`. If it is not open, start a search and
+        return None: an engine that loads nothing itself has opened no regions."""
         found = next((key for key, region in self._used.items() if region.uuid == uuid), None)
         if found is None:
             self._opener.look_for(uuid)
@@ -186,7 +184,7 @@ class Regions:
         owner = opened.command.owner
         self._drop_owner(owner)
         for target, region in opened.by_target.items():
-            if target in self._missed:  # lost since, and perhaps another file system now
+            if target in self._missed:  # lost since then, and may be another file system now
                 self._opener.close([region])
                 continue
             self._used[owner, target] = region
@@ -204,7 +202,7 @@ class Regions:
 
 
 class RegionFiles:
-    """Implements `RegionOpener` with the directories next to those of our pool."""
+    """The `RegionOpener` for the directories next to those of our pool."""
 
     def __init__(self, pool: Pool, wake: Callable[[], None]) -> None:
         """`wake` is called, on any thread, when `take` has something to return."""
@@ -330,13 +328,13 @@ class RegionFiles:
         except PoolFormatError as failure:
             error, why = errno.ESTALE, str(failure)
         self._close([region.fd for region in found.values()], known=True)
-        logger.warning("the pool of engine %d cannot be read: %s", command.engine_index, why)
+        logger.warning("cannot read the pool of engine %d: %s", command.engine_index, why)
         return OpenRegions(command, error=error)
 
     def _region(self, command: AttachCommand, target: int) -> ForeignSlab | None:
-        """Open the region of the command's pool on `target`. Returns None if it is not there.
+        """Open the region of the command's pool on `target`. Return None if it is not there.
 
-        Raises PoolFormatError if its superblock is damaged or of another shape, and OSError if a
+        Raises PoolFormatError if its superblock is damaged or has another shape, and OSError if a
         file cannot be read.
         """
         ours = self._pool.superblocks[target]
@@ -362,7 +360,7 @@ class RegionFiles:
         return ForeignSlab(fd, found.place(0).region_uuid, found.rank)
 
     def _close(self, fds: Iterable[int], known: bool = False) -> None:
-        """Close these descriptors. With `known`, close even those that are not in `_open_fds`."""
+        """Close these descriptors, with `known` even those that are not in `_open_fds`."""
         for fd in fds:
             with self._lock:
                 if not known and fd not in self._open_fds:
@@ -378,13 +376,12 @@ def _drained(queue: deque[_T]) -> list[_T]:
 
 
 def _open_folder(pools: Folder, engine: str, rank: int) -> Folder:
-    """Open the directory of one region. Raises OSError as `Folder.open` does."""
     part = f"{engine}/rank-{rank}"
     return Folder.open(pools.path / part, pools.place / part)
 
 
 def _is_readable(found: Superblock, ours: Superblock) -> bool:
-    """Return whether chunks of the region `found` have the same shape and keyspace as ours."""
+    """Return whether the region `found` has chunks of our shape and keyspace."""
     same = {
         name: getattr(ours, name)
         for name in ("uuid", "slots", "target_index", "target_count", "epoch", "tag", "sequence")
