@@ -4,9 +4,9 @@
 A user who owns a target, or may rename in it, can replace our files and directories at any time,
 even with links and pipes. Checksums do not prove who wrote the bytes. So every file is opened by
 `open_private`, which checks the owner and never waits. A running server opens files through a
-`Folder`, a descriptor of the directory that was found and checked once, whatever the directory's
-path leads to later. Paths are resolved only at a start, by a prober (`targets.prober`), and by the
-follower at each discovery, because the follower must not prevent an unmount.
+`Folder`: the descriptor of a directory that was found and checked once, whatever its path leads to
+later. Paths are resolved only at a start, by a prober (`targets.prober`), and by the follower at
+each discovery, because the follower must not prevent an unmount.
 """
 
 from __future__ import annotations
@@ -23,11 +23,8 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Folder:
-    """A directory, held open for as long as the object is referenced.
-
-    `path` is for display. `place` leads through the descriptor, as openat(2) does, and is valid
-    only while the object exists.
-    """
+    """A directory that is held open while the object is referenced. `path` is for display. `place`
+    leads through the descriptor, as openat(2) does, and is valid only while the object exists."""
 
     def __init__(self, fd: int, path: Path) -> None:
         self.fd, self.path = fd, path
@@ -41,16 +38,14 @@ class Folder:
 
     @classmethod
     def open(cls, path: Path, place: Path | None = None) -> Folder:
-        """Open the directory `path`, or `place`, which leads to it through another folder.
-
-        Raises OSError if it is not a directory, belongs to another user, or others may write it.
-        """
+        """Open the directory `path`, or `place`, which leads to it through another folder. Raises
+        OSError if it is not a directory, belongs to another user, or others can write it."""
         folder = cls(os.open(place or path, _DIRECTORY), path)
         _check(folder.fd, os.fstat(folder.fd), path, None)
         return folder
 
     def renew(self) -> None:
-        """Reopen the path; `place` then leads to the directory found now. Raises as `open`."""
+        """Reopen the path, so that `place` leads to the directory found now. Raises as `open`."""
         found = Folder.open(self.path)
         os.dup2(found.fd, self.fd, inheritable=False)
 
@@ -61,10 +56,8 @@ class Folder:
 
 
 def make_directory(path: Path) -> None:
-    """Create `path` (0700) if it does not exist; narrow a wider mode, with a warning.
-
-    Raises OSError if it cannot be created, is a link, or belongs to another user.
-    """
+    """Create `path` (0700) if it does not exist; narrow a wider mode, with a warning. Raises
+    OSError if it cannot be created, is a link, or belongs to another user."""
     try:
         path.mkdir(0o700)
     except FileExistsError:
@@ -99,8 +92,8 @@ def open_private(path: Path, flags: int) -> int:
 def _check(
     fd: int, status: os.stat_result, path: Path, mode: int | None, owner: int | None = None
 ) -> None:
-    """Check the owner, and narrow the mode to `mode`. If that is None, change nothing and refuse a
-    file that others can write. Besides this user, `owner` may own the file."""
+    """Check the owner, and narrow the mode to `mode`. If `mode` is None, change nothing and refuse
+    a file that others can write. `owner` may own the file, in addition to this user."""
     uid, found = status.st_uid, stat.S_IMODE(status.st_mode)
     if uid not in (os.geteuid(), owner):
         why = f"belongs to uid {uid}, not to uid {os.geteuid()}: chown or remove it"
@@ -114,5 +107,5 @@ def _check(
 
 
 def _shown(path: Path) -> str:
-    """Return a path for display, which may lead through a descriptor."""
+    """Return a path for display, because `path` may lead through a descriptor."""
     return os.path.join(os.path.realpath(path.parent), path.name)

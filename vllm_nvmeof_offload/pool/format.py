@@ -130,8 +130,8 @@ class Stamp:
     """The epoch and tag of a write, fixed when the write is submitted.
 
     A write that a reset overtakes must not get the new epoch, not even in its table entry. Chunks
-    with another `epoch` than the newest superblock's are ignored. `tag` is the share tag, 16
-    bytes; a read accepts no other tag.
+    with another `epoch` than the newest superblock's are ignored. `tag` is the share tag, 16 bytes;
+    a read accepts no other tag.
     """
 
     epoch: int
@@ -148,22 +148,20 @@ class SlotPlace(NamedTuple):
 
 @functools.lru_cache(1024)
 def region_uuid(pool_uuid: bytes, target: int) -> bytes:
-    """Return the uuid of the part of a rank's pool on one of its targets."""
+    """Return the uuid of the region that a rank's pool has on one target."""
     return hashlib.sha256(pool_uuid + target.to_bytes(4, "little")).digest()[:UUID_BYTES]
 
 
 def share_tag(keyspace: str, weights_version: bytes = b"") -> bytes:
-    """Return the tag of the weights that compute a keyspace's chunks.
-
-    `keyspace` is its digest, which covers the weights that a server starts with. `weights_version`
-    identifies weights that replaced these; empty if none did.
-    """
+    """Return the tag of the weights that compute a keyspace's chunks. `keyspace` is its digest,
+    which covers the weights that a server starts with. `weights_version` identifies weights that
+    replaced them; empty if none did."""
     return hashlib.sha256(keyspace.encode("ascii") + b"\0" + weights_version).digest()[:TAG_BYTES]
 
 
 def client_of(salt: str) -> int:
-    """Return the number of the requests with this `cache_salt`, empty for none: 32 bits of a
-    digest, never 0."""
+    """Return the client's number for this `cache_salt`, which may be empty: 32 bits of a digest,
+    never 0."""
     digest = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:4]) or 1
 
@@ -181,7 +179,6 @@ class SlotHeader:
     client: int = 0  # 0 if unknown
 
     def entry(self) -> bytes:
-        """Return the table entry of the slot."""
         what = self.place.slot, self.identity, self.stamp.epoch
         return encode_entry(*what, single_copy=self.single_copy, client=self.client)
 
@@ -219,9 +216,9 @@ def verify(
 ) -> Outcome:
     """Check that `slot` (uint8, header page + payload) holds `identity` at `place`.
 
-    Returns CHECKSUM_MISMATCH if header or payload is damaged, truncated or was never written.
-    Returns STALE if the header is intact but has another key, generation, length, place or tag.
-    Returns OK if the payload holds the bytes that were sealed.
+    Return OK if the payload holds the bytes that were sealed, STALE if the header is intact but has
+    another key, generation, length, place or tag, and CHECKSUM_MISMATCH if header or payload is
+    damaged, truncated or was never written.
     """
     what = identity.key, identity.generation, payload_bytes
     return outcome_of(core.verify(np.frombuffer(slot, np.uint8), *what, *place, tag), 0)
@@ -245,10 +242,8 @@ _ENTRY = np.dtype(
 def encode_entry(
     slot: int, identity: SlotIdentity, epoch: int, *, single_copy: bool = False, client: int = 0
 ) -> bytes:
-    """Return the 64 bytes of an entry. Raises ValueError if the key does not fit.
-
-    `slot` is the slot's number, which the CRC covers.
-    """
+    """Return the 64 bytes of an entry. The CRC covers `slot`, the slot's number. Raises ValueError
+    if the key does not fit."""
     return core.encode_entry(slot, identity.key, identity.generation, epoch, single_copy, client)
 
 
@@ -306,8 +301,8 @@ SUPERBLOCK_MAGIC = b"vNVMeSB\0"
 GROUPS_MAX = 64
 _VERSION = struct.Struct("<8sI")
 _SUPERBLOCK_BODY = struct.Struct("<8sI16s32sQQQIIIIIB7x16sQQQQQIBxH16s")
-#: The superblock's fields after magic and version, in on-disk order. `flag` is unused; `groups` is
-#: the number of groups.
+#: The superblock's fields after magic and version, in the order on disk. `flag` is unused; `groups`
+#: is the number of groups.
 _FIELDS = (
     *("uuid", "keyspace", "slot_bytes", "payload_bytes", "slots", "target_index"),
     *("target_count", "rank", "world_size", "epoch", "flag", "tag", "sequence"),
@@ -320,10 +315,8 @@ _MAC_AT = _PAGE_CRC_AT - 32
 
 @dataclass(frozen=True, slots=True)
 class StoredGroup:
-    """A row of the superblock's group table: one rank's part of a KV cache group.
-
-    `set_size` is the number of ranks with equal bytes of the group that share one copy of a chunk.
-    """
+    """A row of the superblock's group table: one rank's part of a KV cache group. `set_size` is the
+    number of ranks with equal bytes of the group, which share one copy of a chunk."""
 
     group_id: int
     kind: GroupKind
@@ -349,7 +342,7 @@ class StoredGroup:
             row
         )
         if kind not in _KINDS:
-            raise PoolFormatError(f"damaged: no kind of group is {kind}")
+            raise PoolFormatError(f"damaged: {kind} is not a kind of group")
         shape = payload_bytes, blocks_per_chunk, block_bytes
         return StoredGroup(group_id, GroupKind(kind), *shape, set_size)
 
@@ -403,15 +396,13 @@ class Superblock:
 
     @property
     def is_leased(self) -> bool:
-        """Return whether other hosts may read the region, so that no page cache is reliable."""
+        """Whether other hosts may read the region, so that no page cache is reliable."""
         return self.shared == LEASED
 
     def is_alike(self, other: Superblock) -> bool:
         """Return whether chunks of one region can be used in the other, because the superblocks are
-        equal except for set sizes, log and lease.
-
-        Set sizes may differ, because ranks that cannot share memory at a start store extra copies.
-        """
+        equal except for set sizes, log and lease. Set sizes may differ, because ranks that cannot
+        share memory at a start store extra copies."""
         ours, theirs = (
             replace(one, groups=_unshared(one.groups), log_pages=0, shared=0, lease_generation=0)
             for one in (self, other)
@@ -437,11 +428,8 @@ class Superblock:
 
     @staticmethod
     def decode(page: bytes) -> Superblock:
-        """Parse a page of format 2.
-
-        Raises UnknownFormatError for another format, PoolFormatError if the page is not a
-        superblock or is damaged.
-        """
+        """Parse a page of format 2. Raises UnknownFormatError for another format, PoolFormatError
+        if the page is not a superblock or is damaged."""
         if len(page) != PAGE_BYTES or not page.startswith(SUPERBLOCK_MAGIC):
             raise PoolFormatError("not a superblock of this program")
         if not is_intact_page(memoryview(page), SUPERBLOCK_MAGIC):
@@ -470,8 +458,8 @@ class Superblock:
 
 def newest_of(superblocks: Sequence[Superblock]) -> Superblock | None:
     """Return the superblock that decides for all targets of a rank: the one with the highest
-    sequence. None if there is none, or if several differ: they were written by servers that each
-    had only some of the targets, in an unknown order."""
+    sequence. Return None if there is none, or if several differ: servers that each had only some of
+    the targets wrote them in an unknown order."""
     highest = max((one.sequence for one in superblocks), default=0)
     newest = [one for one in superblocks if one.sequence == highest]
     stamps = {Stamp(one.epoch, one.tag) for one in newest}
@@ -511,11 +499,9 @@ def write_superblock(directory: Path, superblock: Superblock) -> None:
 
 
 def replace_file(directory: Path, name: str, content: bytes) -> None:
-    """Durably replace a file of the directory. After an OSError the old one is still there.
-
-    A writer that was suspended or hung while another one wrote fails with ESTALE, because its file
-    is no longer the one at that path.
-    """
+    """Durably replace a file of the directory. The old file stays if the new one cannot be written
+    (OSError). A writer that was suspended or hung while another one wrote fails with ESTALE,
+    because its file is no longer the one at that path."""
     temporary = directory / f"{name}.new"
     temporary.unlink(missing_ok=True)
     fd = open_private(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -573,5 +559,5 @@ class Keyspace:
 
     @property
     def digest(self) -> str:
-        """Return 32 hex digits, the name of the keyspace's directory, which superblocks repeat."""
+        """The 32 hex digits that name the keyspace's directory. Superblocks repeat them."""
         return hashlib.sha256(self.canonical.encode()).hexdigest()[:DIGEST_HEX_DIGITS]

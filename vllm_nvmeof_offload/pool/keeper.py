@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The keeper: a process that renews a server's leases, `python -m …pool.keeper PID FD`.
 
-The server sends its leases through a pipe to this companion (`child`). It has one thread per
-lease, so that a hung lease blocks no other. It reopens the page for each renewal, so that it never
-prevents an unmount, and holds no flock, because flocks must end with the server. PID is the
-server's, for display. FD is the memory of the permits (`lease`), which both processes share.
+The server sends its leases to this companion (`child`) through a pipe. Each lease has its own
+thread, so that a hung lease blocks no other. The keeper reopens the page for each renewal, so that
+it never prevents an unmount, and holds no flock, because flocks must end with the server. PID is
+the server's, for display. FD is the memory of the permits (`lease`), which both processes share.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from vllm_nvmeof_offload.pool.lease import (
 
 
 class Keeper:
-    """Renews one lease and advances its permit. For one thread; every call may wait for the disk.
+    """The keeper of one lease and its permit. For one thread; every call may wait for the disk.
 
     A permit is open for a third of the takeover time from the start of a renewal that found our
     name. A page that stays unchanged for the whole takeover time may be claimed. A keeper that has
@@ -69,16 +69,14 @@ class Keeper:
         self._page: LeasePage | None = None
         #: The start of the last renewal that found our name and ended before it was late.
         self._renewed_ns = permit.until_ns - self._permit_ns
-        #: When this keeper, being late, first found our name, with no other since; 0 if never.
+        #: The time at which this keeper, when late, first found our name, and no other name since.
         self._watched_ns = 0
         #: Renewals that started before this time open no permit.
         self._opens_ns = 0
 
     def renew(self, io: PageIo, epoch: int) -> None:
         """Renew once, restore the page, or claim it again. Does nothing if the lease is lost.
-
-        Raises OSError if the page cannot be read or written.
-        """
+        Raises OSError if the page cannot be read or written."""
         begun_ns = self._clock()
         if self._permit.is_lost:
             return
@@ -125,7 +123,7 @@ class Region:
     lease: Lease
 
     def release(self) -> None:
-        """Leave the region without an owner, and unlock it, unless its target is lost."""
+        """Clear the region's owner and unlock the region, unless its target is lost."""
         if self.lock is None:
             self.lease.permit.lose()
         else:
@@ -133,10 +131,8 @@ class Region:
             self.lock.release()
 
     def order(self) -> Order | None:
-        """Return the order to renew the lease, or None if its target is lost.
-
-        A group's lease is renewed even then. Callable on any thread.
-        """
+        """Return the order to renew the lease, or None if its target is lost and it is not a
+        group's. Safe on any thread."""
         lease, lock = self.lease, self.lock
         if lock is None and not lease.leasing.in_group:
             return None
@@ -145,7 +141,7 @@ class Region:
         return Order(*what, takeover_s, lease.number, lease.leasing.in_group)
 
     def _file_of(self, lock: DirectoryLock | None) -> FileId | None:
-        """Return our page's file, or None to accept any at its path: a group may remount it."""
+        """Return our page's file, or None for any file at its path: a group may remount it."""
         return None if lock is None or self.lease.leasing.in_group else lock.lease
 
 
@@ -164,9 +160,7 @@ class Order:
 
 def keep(regions: Sequence[Region], permits: Permits) -> Companion:
     """Renew these regions' leases at the intervals they need, until stopped. `permits` are theirs.
-
-    Without a group the first renewal follows after one interval: a short hold needs no process.
-    """
+    Without a group, the first renewal follows after one interval: a short hold needs no process."""
     leasings = [region.lease.leasing for region in regions]
     period_s = min(leasing.beat_s for leasing in leasings)
     is_urgent = any(leasing.in_group for leasing in leasings)  # permits expire soon
@@ -184,7 +178,7 @@ def keep(regions: Sequence[Region], permits: Permits) -> Companion:
 
 
 class _Renewed:
-    """Renews one lease on a separate thread, whenever a renewal is due."""
+    """A thread that renews one lease whenever a renewal is due."""
 
     def __init__(self, order: Order, permits: Permits) -> None:
         permit = permits.word(order.permit, is_limited=order.in_group)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lock and the lease of a region, which name its owner: the only process that may write there.
 
-The lock is an flock on the empty file `lock` of a rank directory. On one kernel it decides which
-process may write the directory. It ends with its process, even after SIGKILL, so a dead process's
-lock file keeps no other process out. Other hosts may not see the flock. So the directory also has a
+The lock is an flock on the empty file `lock` of a rank directory. It decides which process of this
+kernel may write the directory. It ends with its process, even after SIGKILL, so a dead process's
+lock file keeps no other process out. Other hosts may not see the flock, so the directory also has a
 lease, a page that names its owner.
 
 The page, 4 KiB, little endian, in the file `lease` of a rank directory::
@@ -22,12 +22,12 @@ compared.
 
 A claim locks the directory (`DirectoryLock`) and checks the page (`takeover`). A region can be
 taken if no process has claimed it, if its last owner released it, or if the page has not changed
-for `takeover_s` on the claimant's own clock. Without a group it can also be taken if its owner was
-a process of this kernel, whose flock has ended with it. In a group an unchanged page counts even if
-the flock is refused: a suspended server keeps its flock, and an NFS server keeps those of a lost
-host. The claimant writes its own name and the next generation. In a group it waits until this write
-has completed and `settle_s` has passed. Then it reads the page again: the last of several claimants
-finds its own name, and the others look for another region.
+for `takeover_s` on the claimant's own clock. Without a group, it can also be taken if its owner was
+a process of this kernel, because the owner's flock has ended with it. In a group, an unchanged page
+counts even if the flock is refused: a suspended server keeps its flock, and an NFS server keeps
+those of a lost host. The claimant writes its own name and the next generation. In a group, it waits
+until this write has completed and `settle_s` has passed, and then reads the page again: the last of
+several claimants finds its own name, and the others look for another region.
 
 The keeper reads the page before it renews it. If the page names another owner, the process has lost
 the lease for good and writes nothing more. In a group the keeper also advances the write permit
@@ -81,7 +81,7 @@ class FileId(NamedTuple):
 
 
 def try_flock(fd: int, operation: int) -> bool:
-    """Lock `fd` (LOCK_EX or LOCK_SH). Returns False if another process holds the lock."""
+    """Lock `fd` (LOCK_EX or LOCK_SH). Return False if another process holds the lock."""
     try:
         fcntl.flock(fd, operation | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
@@ -91,10 +91,8 @@ def try_flock(fd: int, operation: int) -> bool:
 
 @dataclass(slots=True, eq=False)
 class DirectoryLock:
-    """A directory's lock file, open and locked from `claim` until `release` or `abandon`.
-
-    `lease` is the directory's lease file at the time of the claim.
-    """
+    """A directory's lock file, open and locked from `claim` until `release` or `abandon`. `lease`
+    is the directory's lease file at the time of the claim."""
 
     fd: int
     directory: Path
@@ -102,9 +100,9 @@ class DirectoryLock:
 
     @classmethod
     def claim(cls, directory: Path, *, despite_flock: bool = False) -> DirectoryLock | None:
-        """Lock the directory. Returns None if another process holds the lock. Creates the lock and
-        lease files. With `despite_flock` another process's flock is ignored, because the lease has
-        shown that it no longer owns the region. Raises OSError if a file cannot be opened."""
+        """Lock the directory, and create its lock and lease files. Return None if another process
+        holds the lock. With `despite_flock`, its flock is ignored, because the lease has shown that
+        it no longer owns the region. Raises OSError if a file cannot be opened."""
         path = directory / LOCK_FILE
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -114,7 +112,7 @@ class DirectoryLock:
             # `pool rm` may have deleted the file between open and flock. A lock on a deleted
             # file keeps no process out.
             if not os.path.samestat(os.fstat(fd), os.stat(path, follow_symlinks=False)):
-                raise OSError(errno.ESTALE, "the pool was removed just now", str(path))
+                raise OSError(errno.ESTALE, "the pool has just been removed", str(path))
             lease = open_private(directory / LEASE_FILE, os.O_RDWR | os.O_CREAT)
             status = os.fstat(lease)
             os.close(lease)
@@ -130,7 +128,7 @@ class DirectoryLock:
             os.close(fd)
 
     def release(self) -> None:
-        """Unlock. An error does not matter: the flock ends with this process."""
+        """Unlock. Errors do not matter: the flock ends with this process."""
         if self.fd >= 0:
             with contextlib.suppress(OSError):
                 # A prober that is starting or exiting also has the descriptor.
@@ -146,7 +144,7 @@ def is_locked(directory: Path) -> bool:
         return False
     try:
         # Take a shared lock and release it at once. A server that starts in these microseconds
-        # would see the directory as taken.
+        # would find the directory taken.
         if not try_flock(fd, fcntl.LOCK_SH):
             return True
         fcntl.flock(fd, fcntl.LOCK_UN)
@@ -156,11 +154,8 @@ def is_locked(directory: Path) -> bool:
 
 
 def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Return whether process `pid` exists, but was killed or has lost its first thread.
-
-    In a container `pid` may be the number of another process. A claim then waits once in
-    vain.
-    """
+    """Return whether process `pid` exists but was killed, or has lost its first thread. In a
+    container, `pid` can be another process's number; a claim then waits once in vain."""
     try:
         # The name of a process may contain any bytes.
         status = (proc / str(pid) / "status").read_text(encoding="ascii", errors="replace")
@@ -193,15 +188,13 @@ _BEATS_PER_TAKEOVER = 6
 
 
 def boot_ns() -> int:
-    """Return the time by the clock of permits, which includes sleep; the core reads it too."""
+    """Return the time on the clock of permits, which includes sleep; the core reads it too."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def boot_id() -> bytes:
-    """Return 16 bytes that identify the running kernel. Containers of one machine share them.
-
-    Two machines may have the same host name, so names prove nothing.
-    """
+    """Return 16 bytes that identify the running kernel; containers of one machine share them. Host
+    names prove nothing, because two machines may have the same one."""
     try:
         return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
     except (OSError, ValueError):
@@ -209,16 +202,14 @@ def boot_id() -> bytes:
 
 
 def _text(value: str, size: int = _NAME_BYTES) -> bytes:
-    """Encode `value`, cut between two characters if it does not fit into `size` bytes."""
+    """Encode `value`, truncated between characters if it does not fit into `size` bytes."""
     return value.encode(errors="replace")[:size].decode(errors="ignore").encode()
 
 
 @dataclass(frozen=True, slots=True)
 class Leasing:
-    """The terms of a server's leases. `name` is the server's, the same at each start.
-
-    `in_group` states whether servers on other hosts write the same file system.
-    """
+    """The terms of a server's leases. `name` is the server's, the same at each start. `in_group`
+    states whether servers on other hosts write the same file system."""
 
     name: str = field(default_factory=socket.gethostname)
     takeover_s: float = TAKEOVER_S
@@ -231,7 +222,7 @@ class Leasing:
 
     @property
     def beat_s(self) -> float:
-        """Return the interval of renewals."""
+        """The interval between renewals."""
         if self.in_group:
             return self.permit_s / _BEATS_PER_PERMIT
         return self.takeover_s / _BEATS_PER_TAKEOVER
@@ -266,7 +257,7 @@ class LeasePage:
 
     @property
     def died_here(self) -> bool:
-        """Return whether this kernel ran the owner, so that a free flock proves its exit."""
+        """Whether this kernel ran the owner, so that a free flock proves that it has exited."""
         return not self.in_group and self.boot == boot_id()
 
     def __str__(self) -> str:
@@ -283,7 +274,7 @@ class LeasePage:
 
     @staticmethod
     def decode(page: bytes) -> LeasePage | None:
-        """Return the page's content; None if it is not intact."""
+        """Return the page's content, or None if it is not intact."""
         if len(page) != PAGE_BYTES or not is_intact_page(memoryview(page), MAGIC):
             return None
         _, owner, generation, beat, beat_ms, in_group, epoch, pid, boot, *names = _PAGE.unpack_from(
@@ -295,16 +286,14 @@ class LeasePage:
 
     @staticmethod
     def damaged(page: bytes) -> LeasePage:
-        """Return a stand-in for a page that is not intact, with an owner that no process has.
-
-        A live owner soon rewrites the page.
-        """
+        """Return a stand-in for a damaged page, with an owner that no process has. A live owner
+        soon rewrites the page."""
         owner = hashlib.sha256(page).digest()[:OWNER_BYTES]
         return LeasePage(owner, 0, 0, 0, 0, "an unknown host", 0, "")
 
 
 class PageIo(Protocol):
-    """Reads and writes one page; a test's implementation may be slow."""
+    """The access to one page; a test's implementation may be slow."""
 
     def read(self) -> bytes:
         """Return the page, empty if there is none. Raises OSError."""
@@ -315,11 +304,9 @@ class PageIo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """The page at the start of a file. Reads and writes bypass this kernel's page cache.
-
-    With `file` no other file is read or written, because another file system, with another owner,
-    may be mounted at the path by now. None allows any file there.
-    """
+    """The page at the start of a file. Reads and writes bypass this kernel's page cache. With
+    `file`, no other file is accessed, because another file system, with another owner, may be
+    mounted at the path by now. None allows any file there."""
 
     path: Path
     file: FileId | None = None
@@ -382,10 +369,8 @@ def lease_of(directory: Path) -> PageFile:
 
 
 class Permit:
-    """The write permit of one region: the `boot_ns` time before which a write may start; 0: never.
-
-    `is_limited` is False without a group: writes may start until the lease is lost.
-    """
+    """The write permit of one region: the `boot_ns` time before which a write may start, or 0 for
+    never. Without a group, `is_limited` is False: writes may start until the lease is lost."""
 
     def __init__(self, word: ctypes.c_uint64, *, is_limited: bool = True) -> None:
         self._word = word
@@ -393,7 +378,7 @@ class Permit:
 
     @property
     def address(self) -> int:
-        """Return the permit's address for the I/O engine, or 0 if the engine need not check it."""
+        """The permit's address for the I/O engine, or 0 if the engine need not check it."""
         return ctypes.addressof(self._word) if self.is_limited else 0
 
     @property
@@ -436,7 +421,6 @@ class Permits:
     """The memory of a process's permits, which its keeper maps too."""
 
     def __init__(self, fd: int) -> None:
-        """Map the memory of `fd`."""
         self.fd = fd
         self._memory = mmap.mmap(fd, os.fstat(fd).st_size)
 
@@ -463,11 +447,11 @@ class Permits:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A claim to a region, and its lease once `is_ours` is true. `clock` is like `boot_ns`.
+    """A claim to a region, which becomes its lease when `is_ours` is true.
 
     `page` is the page that the claim wrote; `has_epoch` sets its epoch. `previous` is the page that
     the claim found, which names the last owner, or None. `path` is the page's path, and `number` is
-    that of its permit.
+    that of its permit. `clock` is like `boot_ns`.
     """
 
     io: PageIo
@@ -492,7 +476,7 @@ class Lease:
         engine: str = "",
     ) -> Lease:
         """Write our name into the page. `previous` is the page just read, whose owner is dead or
-        gone. The region is ours only once `is_ours` is true. Raises OSError if the page cannot be
+        gone. The region is ours only when `is_ours` is true. Raises OSError if the page cannot be
         written."""
         page = LeasePage(
             owner=secrets.token_bytes(OWNER_BYTES),
@@ -530,16 +514,14 @@ class Lease:
 
     @property
     def settles_ns(self) -> int:
-        """Return the time from which the page shows whether the region is ours."""
+        """The time from which the page shows whether the region is ours."""
         if not self.leasing.in_group:
             return self._written_ns  # the flock keeps others out
         return self._written_ns + max(round(1e9 * self.leasing.settle_s), 2 * self._took_ns)
 
     def is_ours(self) -> bool:
-        """Return whether the page, read back after `settles_ns`, names us. Then writes may start.
-
-        Raises OSError if it cannot be read.
-        """
+        """Return whether the page, read back after `settles_ns`, names us; if so, writes may start.
+        Raises OSError if the page cannot be read."""
         begun_ns = self.clock()
         assert begun_ns >= self.settles_ns
         page = read_lease(self.io)
@@ -550,13 +532,12 @@ class Lease:
 
     @property
     def was_of_another(self) -> bool:
-        """Return whether another server of the group had the region; if so, nothing is adopted."""
+        """Whether another server of the group had the region; if so, nothing is adopted."""
         previous = self.previous if self.leasing.in_group else None
         return previous is not None and previous.name != self.page.name
 
     def release(self, file: FileId | None = None) -> None:
         """Clear the owner in the page, so that the next owner need not wait. Call after all writes.
-
         `file` is as in `PageFile`. An error is only logged: the next start takes the region over.
         """
         self.permit.lose()

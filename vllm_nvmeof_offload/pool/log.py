@@ -22,12 +22,10 @@ PUT (1): the table entry of `slot` was written, and the slot's former entry is g
 than 40 bytes is omitted, and the reader must scan the table. RESET (3): the superblock that names
 `epoch` was written. 2 and 4 are reserved.
 
-The engine writes the log (native/lanes/log.h).
-
-A record is a hint, written after the table entry. Nothing waits for it, and a lost record costs a
-hit. A writer that may have lost records continues one lap later, at the same position. A reader
-that waits there finds a newer page than expected, and rereads the whole table. Every server
-skips a lap at its start, because the last page may be torn.
+The engine writes the log (native/lanes/log.h). A record is a hint, written after the table entry.
+Nothing waits for it, and a lost record costs a hit. A writer that may have lost records continues
+one lap later, at the same position. A reader that waits there finds a newer page than expected, and
+rereads the whole table. Every server skips a lap at its start, because the last page may be torn.
 """
 
 from __future__ import annotations
@@ -47,8 +45,8 @@ LOG_MAGIC = 0x474C564E
 RECORDS_PER_PAGE = 63
 #: At 6,000 writes per second, these 64,512 records let a follower lag by ten seconds.
 LOG_PAGES_MAX = 1024
-#: A log uses at most this part of a pool on a target. A log shorter than `LOG_PAGES_MIN` is
-#: omitted, because such a pool's table can be read as quickly.
+#: The largest share of a target's pool for its log. A log shorter than `LOG_PAGES_MIN` is omitted,
+#: because the table of such a small pool can be read as quickly.
 LOG_PART, LOG_PAGES_MIN = 1 / 64, 16
 
 _HEAD = struct.Struct("<IIQQI")
@@ -72,7 +70,7 @@ class LogHead(NamedTuple):
 
     @staticmethod
     def decode(page: bytes | memoryview) -> LogHead | None:
-        """Parse the header of a page (at least 64 bytes). Returns None if it is not intact."""
+        """Parse the header of a page (at least 64 bytes). Return None if it is not intact."""
         body = bytes(page[: _HEAD.size])
         magic, count, sequence, lease_generation, epoch = _HEAD.unpack(body)
         intact = magic == LOG_MAGIC and _CRC.unpack_from(page, _HEAD.size)[0] == crc32c(body)
@@ -104,7 +102,7 @@ def newest_head(fd: int, pages: int) -> LogHead | None:
 
 
 def damaged_pages(fd: int, pages: int) -> int:
-    """Return how many pages were written but are not intact. Raises as `newest_head`."""
+    """Return the number of pages that were written but are not intact. Raises as `newest_head`."""
     return sum(_is_damaged(page) for _, page in _pages(fd, pages))
 
 
@@ -118,7 +116,7 @@ def _is_damaged(page: bytes) -> bool:
 
 
 def _is_intact(raw: bytes, sequence: int, index: int) -> bool:
-    """Return whether a record is intact, and of this position."""
+    """Return whether a record is intact and was written at this position."""
     (crc,), body = _CRC.unpack_from(raw), raw[_CRC.size :]
     return raw[_KIND_AT] in _KINDS and crc == crc32c(_POSITION.pack(sequence, index) + body)
 
@@ -138,7 +136,7 @@ def log_pages_of(pool_bytes: int) -> int:
 
 
 def with_log(slots_bytes: int) -> int:
-    """Return the least `pool_bytes` on one target that leaves this many bytes next to the log."""
+    """Return the smallest `pool_bytes` on one target that leaves this many bytes for slots."""
     return slots_bytes + PAGE_BYTES * log_pages_of(math.ceil(slots_bytes / (1 - LOG_PART)))
 
 

@@ -2,15 +2,15 @@
 """Ownership of rank directories `target/keyspace/engine-K/rank-R`: claims by servers, and repairs.
 
 `engine-K` is an *instance*, which the ranks of one vLLM engine share. Each rank claims its own
-directory, in its own process. Without coordination, two servers that start together could each get
+directory in its own process. Without coordination, two servers that start together could each get
 some rank directories of two instances, and adopt nothing. So ranks claim one at a time, and their
-leases name their engine. A rank tries the next instance if a rank of another engine is alive in
-this one. The name of a dead engine is ignored.
+leases name their engine. A rank tries the next instance if this one has a live rank of another
+engine. The name of a dead engine is ignored.
 
 An flock ends with the last thread of its process, and a thread that waits in the kernel for a slow
 device outlives SIGKILL until the device answers. A supervisor may start the next server at once.
 That server should get the killed server's pool rather than an empty instance on a disk that may be
-full. So a claim waits for a holder that is exiting.
+full, so a claim waits for a holder that is exiting.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 INSTANCES_MAX = 64
 #: The leasing for a file system that only this host writes.
 LOCAL = Leasing(in_group=False)
-#: A claim waits this long for another claim, whose device may never answer.
+#: The longest wait of a claim for another claim, whose device may never answer.
 CLAIM_WAIT_S_MAX = 30.0
 
 
@@ -75,14 +75,14 @@ class PoolSpec:
     `targets` are directories that exist or can be created. `pool_bytes` is this rank's share over
     all targets. `payload_bytes` is the length of the longest group's payload. `groups` are the
     groups with stored chunks; if empty, one group with id 0. `engine_index` is the instance; None
-    selects the first free one of r, r + n, r + 2n, … for replica r of n. `engine` names the engine,
-    whose ranks share an instance; if empty, the rank shares an instance with any rank. If
-    `o_direct` is "on", an error is raised where "auto" falls back to buffered I/O. If `adopt` is
-    False, stored chunks are ignored. If `named` is False, they are ignored too, and no superblock
-    names the epoch of new ones, so that no later start adopts them. In a group (`leasing`), servers
-    on other hosts use the same file system, so a region is written under permits, its log bypasses
-    the page cache (if the slab does), and its table is synced every second. `log_pages` is the
-    length of the log on each target; None derives it from the pool's size.
+    selects the first free one of r, r + n, r + 2n, … for replica r of n. The ranks of the engine
+    that `engine` names share an instance; if empty, any ranks do. If `o_direct` is "on", an error
+    is raised where "auto" falls back to buffered I/O. If `adopt` is False, stored chunks are
+    ignored. If `named` is False, they are ignored too, and no superblock names the epoch of new
+    ones, so that no later start adopts them. In a group (`leasing`), servers on other hosts use the
+    same file system: a region is written under permits, its log bypasses the page cache if the slab
+    does, and its table is synced every second. `log_pages` is the length of the log on each target;
+    None derives it from the pool's size.
     """
 
     targets: tuple[Path, ...]
@@ -111,7 +111,7 @@ class PoolSpec:
 
     @property
     def group_table(self) -> tuple[StoredGroup, ...]:
-        """Return the groups as superblocks list them."""
+        """The groups as superblocks list them."""
         size = self.payload_bytes
         one = StoredGroup(0, GroupKind.FULL, size, blocks_per_chunk=1, block_bytes=size)
         return tuple(map(StoredGroup.of, self.groups)) or (one,)
@@ -122,21 +122,21 @@ class PoolSpec:
 
     @property
     def slots_per_target(self) -> int:
-        """Return how many slots, with table entries, `pool_bytes` holds on each target next to the
-        log."""
+        """The slots, with table entries, for which a target's share of `pool_bytes` has space next
+        to the log."""
         left = self.pool_bytes // len(self.targets) - self.log_pages_per_target * PAGE_BYTES
         return left // (self.slot_bytes + ENTRY_BYTES)
 
     @property
     def log_pages_per_target(self) -> int:
-        """Return the pages of the log on each target, or 0 if there is none."""
+        """The pages of the log on each target, or 0 if there is none."""
         if self.log_pages is not None:
             return self.log_pages
         return log_pages_of(self.pool_bytes // len(self.targets))
 
 
 class Claim:
-    """The regions that we own, one per target, in the order of the targets, and their keeper."""
+    """The regions that we own, one per target and in the order of the targets, and their keeper."""
 
     def __init__(self, engine_index: int, regions: Sequence[Region], permits: Permits) -> None:
         self.engine_index = engine_index
@@ -152,12 +152,12 @@ class Claim:
 
     @property
     def permits(self) -> tuple[Permit, ...]:
-        """Return, by target, the permit that states whether the region may be written now."""
+        """The permits by target, which state whether the region may be written now."""
         return tuple(region.lease.permit for region in self.regions)
 
     @property
     def lease_generations(self) -> tuple[int, ...]:
-        """Return, by target, the generation of the region's lease, or 0 without a group."""
+        """The generations of the regions' leases by target, or 0 without a group."""
         leases = (region.lease for region in self.regions)
         return tuple(one.page.generation if one.leasing.in_group else 0 for one in leases)
 
@@ -166,23 +166,24 @@ class Claim:
         for lease in (region.lease for region in self.regions):
             if not lease.permit.wait(lambda: True):
                 raise PoolLockedError(
-                    f"{lease.path.parent} now belongs to another process: this one did not renew "
-                    f"its lease for {lease.leasing.takeover_s:.0f} s and lost it; it has "
+                    f"{lease.path.parent} now belongs to another process: this process did not "
+                    f"renew its lease for {lease.leasing.takeover_s:.0f} s, lost it, and has "
                     f"written nothing since; restart this server"
                 )
 
     @property
     def was_of_another(self) -> bool:
-        """Return whether another server of the group last had one of the regions."""
+        """Whether another server of the group was the last owner of one of the regions."""
         return any(region.lease.was_of_another for region in self.regions)
 
     @classmethod
     def make(cls, spec: PoolSpec) -> Claim:
-        """Claim instance `spec.engine_index`, or the first one that no other engine holds.
+        """Claim instance `spec.engine_index`, or the first one that no other engine holds. If a
+        killed process still holds an instance, wait for it to exit.
 
-        If a killed process still holds an instance, waits for it to exit. Raises PoolLockedError if
-        live processes hold the instance in `spec`, or all instances, or if a host outside our group
-        holds one, and PoolError if a directory cannot be created or locked.
+        Raises PoolLockedError if live processes hold the instance in `spec`, or all instances, or
+        if a host outside our group holds one. Raises PoolError if a directory cannot be created or
+        locked.
         """
         spaces = [_make_keyspace(target, spec.keyspace) for target in spec.targets]
         deadline = time.monotonic() + ENDING_WAIT_S_MAX
@@ -208,7 +209,7 @@ class Claim:
             time.sleep(POLL_S)
 
     def release(self, keep_descriptors: bool = False) -> None:
-        """Release the regions. With `keep_descriptors` flocks stay, because a thread hangs."""
+        """Release the regions. With `keep_descriptors`, flocks stay, because a thread hangs."""
         self._keeper.stop()
         self._permits.close()
         if keep_descriptors:
@@ -226,10 +227,8 @@ def _release(regions: Iterable[Region]) -> None:
 def _first_free(
     spec: PoolSpec, spaces: Sequence[Path], takeover: Takeover, permits: Permits, *, waits: bool
 ) -> tuple[int, list[Region]]:
-    """Return an instance, and our regions in it, with leases that must still settle.
-
-    If `waits`, raise `_EndingError` at an instance with an exiting holder; otherwise skip it.
-    """
+    """Return an instance, and our regions in it, whose leases must still settle. If `waits`, raise
+    `_EndingError` at an instance with an exiting holder; otherwise skip it."""
     for index in _candidates(spec, spaces[0]):
         instances = [space / f"engine-{index}" for space in spaces]
         ours = [instance / f"rank-{spec.rank}" for instance in instances]
@@ -258,9 +257,7 @@ def _first_free(
 
 def busy_error(busy: Path) -> PoolLockedError:
     """Return the error for a region that a live process holds. `busy` is its lock file or lease.
-
-    The lease's age is shown only if this host's clock set its time.
-    """
+    The lease's age is shown only if this host's clock set its time."""
     io = lease_of(busy.parent)
     page = read_lease(io)
     age = ""
@@ -275,18 +272,16 @@ def busy_error(busy: Path) -> PoolLockedError:
 def _foreign_error(path: Path, page: LeasePage) -> PoolLockedError:
     """Return the error for a live owner on another host that is not in our group."""
     return PoolLockedError(
-        f"{path} is held by {page}. Two hosts mounting one xfs or ext4 corrupt it: unmount it "
-        f"there, or give each host its own target. If that host is gone for good, start again: a "
-        f"start that sees no renewal for {TAKEOVER_S:.0f} s takes the directory over; or "
+        f"{path} is held by {page}. Two hosts that mount one xfs or ext4 file system corrupt it: "
+        f"unmount it there, or give each host its own target. If that host is gone for good, start "
+        f"again: a start that sees no renewal for {TAKEOVER_S:.0f} s takes the directory over; or "
         f"delete {path}"
     )
 
 
 def _have_settled(regions: Sequence[Region]) -> bool:
-    """Wait until the pages show which claims won; return whether all of ours did.
-
-    If not, or if a page cannot be read (OSError), all claims are released.
-    """
+    """Wait until the pages show which claims won, and return whether all of ours did. If not, or if
+    a page cannot be read (OSError), release all claims."""
     leases = [region.lease for region in regions]
     are_ours = False
     try:
@@ -300,15 +295,13 @@ def _have_settled(regions: Sequence[Region]) -> bool:
 
 
 class _EndingError(Exception):
-    """The holder of a directory is exiting: wait for the directory."""
+    """The holder of a directory is exiting; wait for the directory."""
 
 
 def _candidates(spec: PoolSpec, space: Path) -> Iterable[int]:
-    """Return instances in the order to try: first those with other ranks of the engine.
-
-    In a group these are followed by the instances that this server held before, those without an
-    owner, and the others, least recently renewed first.
-    """
+    """Return instances in the order to try: first those with other ranks of the engine. In a group,
+    these are followed by the instances that this server held before, those without an owner, and
+    the others, least recently renewed first."""
     if spec.engine_index is not None:
         return [spec.engine_index]
     every = range(INSTANCES_MAX) if spec.engine else ()
@@ -371,10 +364,9 @@ def _claim_all(
     permits: Permits,
     engine: str = "",
 ) -> list[Region] | Path:
-    """Claim all of these regions. If one has a live owner, claim none; return the file naming it.
-
-    `permits` holds the leases' permits, by directory. `engine` is the engine's name in the leases.
-    """
+    """Claim all of these regions. If one has a live owner, claim none, and return the file that
+    names the owner. `permits` holds the leases' permits, by directory. `engine` is the engine's
+    name in the leases."""
     locks: list[DirectoryLock] = []
     regions: list[Region] = []
     with contextlib.ExitStack() as undo:
@@ -394,17 +386,17 @@ def _claim_all(
 
 
 def _lock(directory: Path, leasing: Leasing, takeover: Takeover) -> DirectoryLock | Path:
-    """Lock a region whose owner is dead or gone (`lease` has the rules); otherwise return the file
-    that names a live owner. Raises PoolLockedError for a live owner on another host that is not in
-    our group, UnsettledError if it is not known yet whether the owner is alive, OSError if a file
+    """Lock a region whose owner is dead or gone (`lease` has the rules), or return the file that
+    names a live owner. Raises PoolLockedError for a live owner on another host that is not in our
+    group, UnsettledError if it is not known yet whether the owner is alive, and OSError if a file
     cannot be opened."""
     io, lock = lease_of(directory), DirectoryLock.claim(directory)
     with contextlib.ExitStack() as undo:
         undo.callback(lock.release if lock is not None else lambda: None)
         page = read_lease(io)
         if lock is None:
-            # A free page is watched as well: a process that has only locked the region may be about
-            # to claim it, or may have lost it to one that has exited since.
+            # A free page is watched too: a process that has only locked the region may be about to
+            # claim it, or may have lost it to one that has since exited.
             if not leasing.in_group or page is None or not takeover.is_dead(io.path, page):
                 return directory / LOCK_FILE
             # The lease also decides between other concurrent claims.
@@ -425,7 +417,7 @@ def one_at_a_time(spaces: Sequence[Path]) -> Iterator[None]:
     """Exclude concurrent claims in these keyspaces with an flock on their directories."""
     limit_s = time.monotonic() + CLAIM_WAIT_S_MAX
     with contextlib.ExitStack() as stack:
-        # Use the same order everywhere, or two servers could wait for each other.
+        # Use one order everywhere, or two servers could wait for each other.
         for space in sorted({os.path.realpath(space) for space in spaces}):
             fd = os.open(space, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, fd)
@@ -441,10 +433,8 @@ def one_at_a_time(spaces: Sequence[Path]) -> Iterator[None]:
 
 
 def _held_by_another(instance: Path, spec: PoolSpec, takeover: Takeover) -> bool:
-    """Return whether live ranks of an engine other than `spec`'s hold regions in `instance`.
-
-    Raises PoolLockedError if they are on another host, UnsettledError if that is not known yet.
-    """
+    """Return whether live ranks of an engine other than `spec`'s hold regions in `instance`. Raises
+    PoolLockedError if they are on another host, UnsettledError if that is not known yet."""
     for sibling in _ranks(instance):
         if sibling.name == f"rank-{spec.rank}":
             continue
@@ -460,10 +450,8 @@ def _held_by_another(instance: Path, spec: PoolSpec, takeover: Takeover) -> bool
 
 
 def _ending_holder(instances: Sequence[Path]) -> Path | None:
-    """Return a rank directory in `instances` whose holder is exiting, or None.
-
-    Each instance must be held: in others, the pid that a dead owner left proves nothing.
-    """
+    """Return a rank directory in `instances` whose holder is exiting, or None. Each instance must
+    be held: in others, the pid that a dead owner left proves nothing."""
     for rank in (rank for instance in instances for rank in _ranks(instance)):
         page = read_lease(lease_of(rank))
         if page is not None and not page.is_free and page.boot == boot_id() and is_ending(page.pid):
@@ -477,9 +465,10 @@ def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
 
     Leases are claimed in the name of their last owner, which can then still adopt the chunks. Call
     the yielded function before each change. It waits until every lease permits writes, and raises
-    PoolLockedError if another process took one because this process was suspended for too long.
-    Raises PoolLockedError, naming the holder, if a live process holds one; then none is held.
-    Raises PoolError if a lock file cannot be opened or written.
+    PoolLockedError if another process took a lease because this one was suspended for too long.
+
+    Raises PoolLockedError, naming the holder, if a live process holds a directory; then none is
+    held. Raises PoolError if a lock file cannot be opened or written.
     """
     if not directories:
         yield lambda: None
@@ -492,7 +481,7 @@ def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
         state = takeover.look(found.parent)
         raise PoolLockedError(f"{found.parent} is in use ({state}): stop that server first")
     if not _have_settled(found):
-        raise PoolLockedError(f"{directories[0]} was claimed by another process just now")
+        raise PoolLockedError(f"another process has just claimed {directories[0]}")
     claim = Claim(0, found, permits)
     try:
         for directory, name in itertools.product(directories, (LOCK_FILE, LEASE_FILE)):
@@ -519,9 +508,9 @@ def give_to_owner(path: Path) -> None:
 def usable_bytes(targets: Sequence[Path], server: str = "") -> int:
     """Return the bytes of this user's pools on `targets` that this server may use again.
 
-    Live engines' pools are left out, except those of `server`, which is the part of its engines'
-    names before the slash. A directory last held by another host counts as live, because that host
-    may be alive.
+    Pools of live engines are left out, except those of `server`, which is the part of an engine's
+    name before the slash. A directory last held by another host counts as live, because that host
+    may be running.
     """
     takeover, total = Takeover(), 0
     for one in find(filter(Path.is_dir, targets), ours=True):

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank's pool: its slabs and tables on all targets, claimed, preallocated and adopted.
 
-Pool slot p is slot `p // target_count` of the region on target `p % target_count`. On disk, slots
-have only their numbers within the region. All targets have the same number of slots, which the
-fullest target determines.
+Pool slot p is slot `p // target_count` of the region on target `p % target_count`. On disk, a slot
+has only its number within the region. All targets have the same number of slots, which the fullest
+target limits.
 
-A reset must become durable on the targets that answer even if another target hangs. So superblocks
+A reset must become durable on the targets that answer even if another target hangs, so superblocks
 are written in the background, one per directory at a time. While a write hangs, only the newest
-superblock waits for its turn and replaces any other that waits, so an older superblock never
-follows a newer one. Nothing waits for the writing thread; `on_end` reports the outcome. The thread
-also waits for the write permit of the region's lease (`lease`).
+superblock waits, so an older superblock never follows a newer one. Nothing waits for the writing
+thread; `on_end` reports the outcome. The thread also waits for the write permit of the region's
+lease (`lease`).
 """
 
 from __future__ import annotations
@@ -49,12 +49,11 @@ __all__ = ["Background", "Pool", "PoolSpec"]
 
 
 class Background:
-    """A fixed number of threads for calls that may block forever, as in a file of a lost target.
+    """A fixed number of threads for calls that may block forever, such as on a lost target's files.
 
     Calls of one lane run in order, one at a time, so a hung lane occupies only one thread. A call
     waits until a thread is free; the caller bounds the number of waiting calls. All threads start
-    when the object is created, so a container's limit on threads can make a start fail, but not a
-    running server.
+    with the object, so a container's limit on threads can fail a start, but not a running server.
     """
 
     def __init__(self, name: str, threads: int) -> None:
@@ -77,7 +76,7 @@ class Background:
             self._changed.notify()
 
     def end(self) -> None:
-        """End the threads once no calls are waiting for them. Returns at once."""
+        """End the threads after the last waiting call. Returns at once."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -107,24 +106,21 @@ class Background:
                 self._changed.wait()
 
 
-#: The threads per target: one writes its superblock, one its log, one sessions, one closes files,
-#: and one is left if a superblock write of the target's last attachment hangs.
+#: The threads per target: one each to write its superblock, log and sessions and to close files,
+#: and one more in case a superblock write of the last attachment hangs.
 _BACKGROUND_THREADS = 5
-#: The most bytes that are read of the file of sessions; a longer one is ignored.
+#: The most bytes that are read from a sessions file; a longer file is ignored.
 _SESSIONS_BYTES_MAX = 1 << 28
-#: Replaces a file of the directory at this path. May raise OSError.
+#: A function that replaces a file in the directory at this path. Can raise OSError.
 Replace = Callable[[Path], None]
-#: Called once, with OK, CANCELLED or an I/O error, on any thread, possibly the caller's.
+#: A function called once, with OK, CANCELLED or an I/O error, on any thread, even the caller's.
 OnEnd = Callable[[Outcome], None]
 
 
 @dataclass(eq=False)
 class _FileWriter:
-    """Replaces one directory's superblock, or its sessions. `busy` states whether a thread is
-    writing or hangs.
-
-    `changed` is notified when the writer is no longer busy.
-    """
+    """A writer that replaces one directory's superblock or sessions. `busy` states whether a thread
+    is writing or hangs; `changed` is notified when this ends."""
 
     folder: Folder | None  # None if the target is lost; nothing is written then
     changed: threading.Condition
@@ -144,7 +140,7 @@ class _FileWriter:
             self.background.run(self, self._run)
 
     def withdraw(self) -> None:
-        """Cancel the write that waits for a hung thread."""
+        """Cancel the write that waits for a hung one."""
         with self.changed:
             waiting, self._next = self._next, None
         if waiting is not None:
@@ -185,12 +181,9 @@ class _FileWriter:
 
 
 class Pool:
-    """An open pool. All calls except descriptor look-ups may block: do not make them in the
-    engine's poll.
-
-    `files`, `slot_place` and `stamp` may be used on any thread. All else is
-    for one thread at a time: first the one that opened the pool, then the pipeline's.
-    """
+    """An open pool. All calls except descriptor look-ups may block: do not make them in an engine's
+    poll. `files`, `slot_place` and `stamp` are safe on any thread. All else is for one thread at a
+    time: first the one that opened the pool, then the pipeline's."""
 
     def __init__(
         self, spec: PoolSpec, claim: Claim, slabs: list[Slab], on_progress: Progress | None
@@ -210,20 +203,15 @@ class Pool:
         self._named = spec.named
         self._on_progress = on_progress
         self.target_count = len(slabs)
-        #: The pool slots on all targets together.
-        self.slots = superblocks[0].slots * len(slabs)
-        #: The bytes of a header page and padded payload.
-        self.slot_bytes = spec.slot_bytes
-        #: The payload bytes of the longest group.
-        self.payload_bytes = spec.payload_bytes
-        #: The kinds by group id.
-        self.kinds = {group.group_id: group.kind for group in spec.group_table}
+        self.slots = superblocks[0].slots * len(slabs)  # on all targets together
+        self.slot_bytes = spec.slot_bytes  # the header page and the padded payload
+        self.payload_bytes = spec.payload_bytes  # of the longest group
+        self.kinds = {group.group_id: group.kind for group in spec.group_table}  # by group id
         self.engine_index = claim.engine_index
         #: The server's name in its group; empty if it is in none.
         self.lease_name = spec.leasing.name if spec.leasing.in_group else ""
-        #: This rank's directories, one per target.
-        self.directories = claim.directories
-        #: Lines for display that name what runs slower than requested, and why.
+        self.directories = claim.directories  # this rank's, by target
+        #: The features that run slower than requested, and why, for display.
         self.fallbacks = choose_direct(spec, slabs)
         for slab in slabs:
             if spec.leasing.in_group and slab.direct:
@@ -250,7 +238,7 @@ class Pool:
     def open(cls, spec: PoolSpec, on_progress: Progress | None = None) -> Pool:
         """Claim, check and preallocate files. `adopt` calls `on_progress` if it must read headers.
 
-        Raises PoolLockedError, which names the owner, if a live process holds the directory, and
+        Raises PoolLockedError, naming the owner, if a live process holds the directory, and
         PoolError if a target cannot be used or has no space for one slot.
         """
         if spec.slots_per_target < 1:
@@ -273,50 +261,44 @@ class Pool:
             raise
 
     def files(self, target: int) -> tuple[int, int, int]:
-        """Return the descriptors of the target's slab, table and log, -1 if it is lost."""
+        """Return the descriptors of the target's slab, table and log, or -1 if it is lost."""
         slab = self._slabs[target]
         return slab.fd, slab.table_fd, slab.log_fd
 
     def log(self, target: int) -> LogFile:
-        """Return the target's log, and the page at which a new writer continues.
-
-        Reads the whole log. Raises OSError if it cannot be read.
-        """
+        """Return the target's log, and the page at which a new writer continues. Reads the whole
+        log. Raises OSError if it cannot be read."""
         fd, pages = self._slabs[target].log_fd, self.superblocks[target].log_pages
         lease_generation = self.superblocks[target].lease_generation
         return LogFile(fd, pages, next_sequence(fd, pages) if pages else 0, lease_generation)
 
     def keyspace(self, target: int) -> Folder:
-        """Open the keyspace's directory through our region's, not by path. Callable on any thread.
-
-        Raises OSError if the target is lost, or other users can write the directory.
-        """
+        """Open the keyspace's directory through our region's descriptor, not by path. Safe on any
+        thread. Raises OSError if the target is lost, or other users can write the directory."""
         folder = self._slabs[target].folder
         if folder is None:
             raise OSError(errno.ENODEV, "the target is lost", str(self.directories[target]))
         return Folder.open(self.directories[target].parents[1], folder.place / "../..")
 
     def slot_place(self, place: int) -> SlotPlace:
-        """Return the place that the header of this slot must name. The slot is ours."""
+        """Return the place that the header of our slot must name."""
         return self.superblocks[target_of(place)].place(slot_of(place))
 
     def adopt(self) -> AdoptedEntries:
-        """Return the chunks that an earlier process stored. Call once, at start.
-
-        Empty unless `spec.adopt`. A table that is missing, truncated or damaged is rebuilt from the
-        slots' headers (`on_progress`).
-        """
+        """Return the chunks that an earlier process stored; none unless `spec.adopt`. Call once, at
+        start. A table that is missing, truncated or damaged is rebuilt from the slots' headers
+        (`on_progress`)."""
         return adopt_entries(self._slabs, self._adopt_slots, self.superblocks, self._on_progress)
 
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
         """Draw a new epoch, which invalidates everything stored so far. Every target's superblock
-        gets the epoch, the next sequence and `tag`. This does no I/O: `write_superblock` follows
-        for each target.
+        gets this epoch, the next sequence and `tag`. This does no I/O: `write_superblock` must
+        follow for each target.
 
-        Returns two stamps for later writes: for targets that have the new superblock, and for the
+        Return two stamps for later writes: for targets that have the new superblock, and for the
         others. No superblock names the second stamp's epoch, so no start adopts its chunks. The
-        same holds for the first stamp if `named` is False here or was False when the pool was
-        opened. A lost target gets its superblock before it serves again.
+        same holds for the first stamp if `named` is False, here or when the pool was opened. A lost
+        target gets its superblock before it serves again.
         """
         epoch = self._new_epoch()
         sequence = 1 + self.superblocks[0].sequence
@@ -330,11 +312,8 @@ class Pool:
 
     def write_superblock(self, target: int, on_end: OnEnd) -> None:
         """Durably replace the target's superblock with the newest one. Once one target has it, a
-        start ignores everything stored before.
-
-        `on_end` gets ENODEV if the target is lost, and CANCELLED if a newer superblock replaced
-        this one while it waited for a hung write.
-        """
+        start ignores everything stored before. `on_end` gets ENODEV if the target is lost, and
+        CANCELLED if a newer superblock replaced this one while it waited for a hung write."""
         if self._slabs[target].is_open:
             superblock = self.superblocks[target]
             self._writers[target].write(lambda at: write_superblock(at, superblock), on_end)
@@ -342,7 +321,7 @@ class Pool:
             on_end(io_error(errno.ENODEV))
 
     def sessions(self) -> bytes:
-        """Return the content of rank 0's file of retained sessions; empty if it cannot be read."""
+        """Return the content of rank 0's sessions file; empty if it cannot be read."""
         slab = self._slabs[0]
         if self.superblocks[0].rank or not slab.is_open:
             return b""
@@ -356,13 +335,13 @@ class Pool:
             return b""
 
     def save_sessions(self, content: bytes) -> None:
-        """Replace that file in the background; newer content replaces what waits for a hung write.
-        Nothing happens on other ranks, or while the target is lost."""
+        """Replace the sessions file in the background. Newer content replaces content that waits
+        for a hung write. Does nothing on other ranks, or while the target is lost."""
 
         def on_end(outcome: Outcome) -> None:
             failed = outcome not in (OK, CANCELLED)
             if failed and not self._sessions_failed:  # or a full disk would log every second
-                logger.warning("sessions are not saved, and end with the server: %s", outcome)
+                logger.warning("sessions are not saved, and will end with the server: %s", outcome)
             self._sessions_failed = failed
 
         if not self.superblocks[0].rank and self._slabs[0].is_open:
@@ -376,8 +355,7 @@ class Pool:
         return _FileWriter(folder, self._written, await_permit, background)
 
     def await_superblocks(self, timeout_s: float) -> bool:
-        """Wait until no superblock, and no file of sessions, is being written; False if one still
-        is."""
+        """Wait until no superblock and no sessions file is being written; False on a timeout."""
         with self._written:
             return self._written.wait_for(lambda: not self._is_writing(), timeout_s)
 
@@ -403,13 +381,11 @@ class Pool:
     def exchange(
         self, target: int, slab: Slab | None, lock: DirectoryLock | None
     ) -> Callable[[], None]:
-        """Serve `target` from another slab, or not at all if `slab` is None.
-
-        Returns a function that closes the old files. Call it when no operation uses them any more,
-        on a thread that nothing waits for.
-        """
+        """Serve `target` from another slab, or not at all if `slab` is None. Return a function that
+        closes the old files. Call it when no operation uses them any more, on a thread that nothing
+        waits for."""
         slab = slab or Slab(self.directories[target], (-1, -1, -1, -1))
-        # A thread that hangs in the old files is abandoned. The superblock waiting for it is
+        # A thread that hangs in the old files is abandoned. The superblock that waits for it is
         # cancelled, because the prober updates the new files.
         self._writers[target].withdraw()
         old_slab, self._slabs[target] = self._slabs[target], slab
@@ -430,8 +406,8 @@ class Pool:
     def close(self, abandon: bool = False) -> None:
         """Close the files and release the claim.
 
-        `abandon`: an engine's thread still hangs in the kernel. Every descriptor then stays open
-        until the process exits, so that its number is not reused for another file. A hung
+        `abandon`: an engine's thread still hangs in the kernel, so every descriptor stays open
+        until the process exits. Otherwise its number could be reused for another file. A hung
         superblock write has the same effect, because no other owner may take over until it ends.
         """
         if self._closed:

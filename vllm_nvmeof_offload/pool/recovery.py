@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts a pool: prepares the claimed directories and adopts an earlier process's chunks.
+"""The start of a pool: the claimed directories are prepared, and earlier chunks adopted.
 
 Preparation decides what to keep, how much space to use and which epoch to begin. A directory that
 starts empty loses its superblock first and gets a new one last, so that a crash in between leaves
@@ -55,7 +55,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.units import HEADER_BYTES, format_bytes
 
-#: Called with (header pages read, header pages to read) while a table is rebuilt.
+#: A function called with (header pages read, pages to read) while a table is rebuilt.
 Progress = Callable[[int, int], None]
 
 _SCAN_THREADS = 16
@@ -81,8 +81,9 @@ def adopt_entries(
     """Return the chunks that can be looked up again, in ascending order of places.
 
     `counts` is, by target, the number of slots that an earlier process may have written and that
-    still exist. `superblocks` is by target. Entries are skipped if they cannot be recovered, or
-    belong to another epoch or to a group that the superblock lacks. A key may be in several places.
+    still exist. `superblocks` is by target. Entries are skipped if they cannot be recovered, or if
+    they belong to another epoch or to a group that the superblock lacks. A key can be in several
+    places.
     """
     parts: list[_Found] = []
     for slab, count, superblock in zip(slabs, counts, superblocks, strict=True):
@@ -116,7 +117,6 @@ def read_table(fd: int, slots: int) -> npt.NDArray[np.uint8]:
 
 
 def _intact(table: DecodedTable, superblock: Superblock) -> _Found:
-    """Return the table's entries to adopt."""
     # Copy a whole column only if needed, because a pool has millions of entries.
     adopted = table.valid & (table.epochs == superblock.epoch)
     length = _common(table.key_bytes[adopted])
@@ -136,7 +136,7 @@ def _intact(table: DecodedTable, superblock: Superblock) -> _Found:
 
 
 def _group_ids(keys: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint32]:
-    """Return uint32[n], the ids of the groups of `keys` (uint8[n, length]); a view."""
+    """Return uint32[n], a view of the group ids in `keys` (uint8[n, length])."""
     ids: npt.NDArray[np.uint32] = keys[:, -GROUP_ID_BYTES:].view(">u4")[:, 0]
     return ids
 
@@ -154,11 +154,9 @@ def _members(
     flags: npt.NDArray[np.uint8],
     superblock: Superblock,
 ) -> npt.NDArray[np.int64] | None:
-    """Return int64[n], the member in each row's place. For a single copy it is this rank, or -1 if
-    each rank now has separate copies of the group; otherwise it is `EVERY_MEMBER`.
-
-    Returns None if no row has a member. `keys` is uint8[rows, length], `flags` is uint8[rows].
-    """
+    """Return int64[n], the member in each row's place: for a single copy, this rank, or -1 if each
+    rank now has its own copies of the group; otherwise `EVERY_MEMBER`. Return None if no row has a
+    member. `keys` is uint8[rows, length], `flags` is uint8[rows]."""
     single = np.flatnonzero(flags[rows] & FLAG_SINGLE_COPY)
     if not single.size:
         return None
@@ -172,7 +170,7 @@ def _members(
 
 
 def _common(lengths: npt.NDArray[np.uint8]) -> int:
-    """Return the most common length. All keys of a keyspace should have the same one."""
+    """Return the most common length. All keys of a keyspace should have the same length."""
     return int(np.bincount(lengths).argmax()) if len(lengths) else KEY_BYTES_MAX
 
 
@@ -195,11 +193,9 @@ def _recover(
     superblock: Superblock,
     on_progress: Progress | None,
 ) -> None:
-    """Read the header pages of the slots `indices`, and repair the table from them.
-
-    In `raw` (uint8[slots * 64]), the table as it was read, the repaired entries of chunks to adopt
-    replace these slots' entries, and zeros replace the others.
-    """
+    """Read the header pages of the slots `indices`, and repair the table from them. In `raw`
+    (uint8[slots * 64], the table as read), these slots get the repaired entries of chunks to adopt,
+    or zeros."""
     rows = raw.reshape(-1, ENTRY_BYTES)
     rows[indices] = 0
     done = 0
@@ -228,7 +224,7 @@ def _recover(
 def scan_headers(
     fd: int, indices: npt.NDArray[np.int64], slot_bytes: int
 ) -> Iterator[tuple[list[int], list[SlotHeader | None]]]:
-    """Yield batches of slot indices with their headers (None: not intact)."""
+    """Yield batches of slot indices with their headers (None if not intact)."""
 
     def read(index: int) -> SlotHeader | None:
         try:
@@ -249,7 +245,7 @@ def scan_headers(
 def written_slots(
     fd: int, indices: npt.NDArray[np.int64], slot_bytes: int
 ) -> npt.NDArray[np.int64]:
-    """Return `indices` without slots that lie in holes of the file and so were never written."""
+    """Return `indices` without the slots in holes of the file, which were never written."""
     size = os.fstat(fd).st_size
     bounds: list[int] = []  # first and end slot of each data segment, ascending
     position = 0
@@ -263,7 +259,7 @@ def written_slots(
             return indices
         first = max(start // slot_bytes, bounds[-1] if bounds else 0)
         bounds += [first, max(first, -(-position // slot_bytes))]
-    # Inside a data segment an odd number of bounds lies at or below the index.
+    # Inside a data segment, an odd number of bounds is at or below the index.
     below = np.searchsorted(np.array(bounds, np.int64), indices, side="right")
     kept: npt.NDArray[np.int64] = indices[below % 2 == 1]
     return kept
@@ -282,11 +278,10 @@ def prepare(
 ) -> tuple[list[Superblock], list[int], Stamp]:
     """Wipe directories of other pools, reserve space, and write the superblocks.
 
-    Returns, by target, the superblock as on disk, and the number of slots that may hold an earlier
-    process's chunks; then the stamp of later writes.
-
-    Raises PoolError if there is no space for one slot, a pool has an unknown format, or a lease was
-    lost; OSError if a file cannot be read, written or resized.
+    Return, by target, the superblock as on disk, and the number of slots that may hold an earlier
+    process's chunks; then the stamp of later writes. Raises PoolError if there is no space for one
+    slot, a pool has an unknown format, or a lease was lost, and OSError if a file cannot be read,
+    written or resized.
     """
     claim.await_permits()
     kept = _keep_or_wipe(spec, slabs)
@@ -296,7 +291,7 @@ def prepare(
     tag = share_tag(spec.keyspace.digest) if spec.named else secrets.token_bytes(TAG_BYTES)
     newest = newest_of(living)
     if newest is not None and spec.adopt and newest.tag == tag:
-        # A reset that reached only some targets invalidated the chunks on all.
+        # A reset that reached only some targets invalidated the chunks on all targets.
         adopt_slots = [min(superblock.slots, count) if superblock else 0 for superblock in kept]
         epoch, sequence = newest.epoch, newest.sequence
     else:
@@ -315,8 +310,8 @@ def prepare(
     claim.await_permits()  # reserving space may have taken long
     for slab, superblock, found in zip(slabs, superblocks, kept, strict=True):
         if superblock == found:
-            # Not rewritten, because a full disk has no room for a second superblock. But its writer
-            # may have been killed before it was durable.
+            # Do not rewrite it, because a full disk has no room for a second superblock. But its
+            # writer may have been killed before it was durable.
             sync_directory(slab.place)
         else:
             write_superblock(slab.place, superblock)
@@ -345,12 +340,12 @@ def _superblock(spec: PoolSpec, target: int, pool_uuid: bytes, slots: int) -> Su
 
 
 def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | None]:
-    """Wipe every directory with a superblock of another pool; return the others' superblocks.
+    """Wipe every directory with a superblock of another pool, and return the others' superblocks.
 
-    The number of slots may differ, if the pool was resized: slots within both sizes stay in place.
-    Set sizes may differ too, if ranks shared copies only then or only now, and so may the log's
-    length. Any other difference makes it another pool. Raises PoolError, and wipes nothing, if one
-    has an unknown format.
+    The number of slots may differ if the pool was resized: slots within both sizes stay in place.
+    Set sizes may differ if ranks shared copies only then or only now, and the log's length may
+    differ. Any other difference makes it another pool. Raises PoolError, and wipes nothing, if a
+    pool has an unknown format.
     """
     pages: list[Superblock | None] = []
     for slab in slabs:
@@ -384,7 +379,7 @@ def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | No
 
 
 def _allocate(spec: PoolSpec, slabs: Sequence[Slab]) -> int:
-    """Reserve space on all targets; return the number of slots per target."""
+    """Reserve space on all targets, and return the number of slots per target."""
     wanted = spec.slots_per_target
     counts = [slab.allocate(wanted, spec.slot_bytes) for slab in slabs]
     count = min(counts)
@@ -403,10 +398,8 @@ def _allocate(spec: PoolSpec, slabs: Sequence[Slab]) -> int:
 
 
 def choose_direct(spec: PoolSpec, slabs: Sequence[Slab]) -> tuple[str, ...]:
-    """Open slabs for O_DIRECT if a probe succeeds; return the fallbacks, for display.
-
-    Raises PoolError if O_DIRECT does not work and the specification says "on".
-    """
+    """Open slabs for O_DIRECT if a probe succeeds, and return the fallbacks, for display. Raises
+    PoolError if O_DIRECT does not work and the specification says "on"."""
     fallbacks: list[str] = []
     for slab in slabs if spec.o_direct != "off" else ():
         try:
@@ -426,6 +419,6 @@ def _remedy(spec: PoolSpec) -> str:
     if not spec.leasing.in_group:
         return 'set o_direct to "auto" or "off", or use xfs or ext4'
     return (
-        "a group of servers needs it, because page caches of several hosts differ: choose targets "
+        "a group of servers needs it, because their hosts' page caches differ: choose targets "
         'on another file system, or set share to "host" or "off"'
     )

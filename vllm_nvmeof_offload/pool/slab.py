@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slab, table and log of one rank directory: opening, modes, preallocation, O_DIRECT.
-
-`pool.Pool` decides what the directory should hold.
-"""
+"""The slab, table and log of one rank directory: opening, modes, preallocation, O_DIRECT."""
 
 from __future__ import annotations
 
@@ -45,10 +42,8 @@ class Slab:
         direct: bool = False,
         folder: Folder | None = None,
     ) -> None:
-        """Open or create all files, or use `fds` of slab, buffered slab, table and log.
-
-        The slab of a lost target has no files: its `fds` are -1, and it has no folder.
-        """
+        """Open or create all files, or use `fds`: slab, buffered slab, table and log. The slab of a
+        lost target has no files: its `fds` are -1, and it has no folder."""
         self.directory = directory
         #: `directory`, held open. All files are opened through it.
         self.folder = Folder.open(directory) if fds is None else folder
@@ -74,7 +69,7 @@ class Slab:
 
     @property
     def place(self) -> Path:
-        """Return the path through which the directory's files are opened."""
+        """The path through which the directory's files are opened."""
         assert self.folder is not None
         return self.folder.place
 
@@ -83,17 +78,15 @@ class Slab:
         return self.fd >= 0
 
     def wipe(self) -> None:
-        """Remove all content, so that no old header and no old entry can be read."""
+        """Remove all content, so that no old header or entry can be read."""
         for name in (SUPERBLOCK_FILE, SUPERBLOCK_TEMPORARY, SESSIONS_FILE, SESSIONS_TEMPORARY):
             (self.place / name).unlink(missing_ok=True)
         for fd in (self.log_fd, self.table_fd, self.buffered_fd):
             os.ftruncate(fd, 0)
 
     def allocate_log(self, pages: int) -> int:
-        """Reserve space for a log. Return its pages, or 0 if there is no space.
-
-        A log of another size is emptied, because readers would not find its pages.
-        """
+        """Reserve space for a log. Return its pages, or 0 if there is no space. A log of another
+        size is emptied, because readers would not find its pages."""
         size = pages * PAGE_BYTES
         if os.fstat(self.log_fd).st_size != size:
             os.ftruncate(self.log_fd, 0)
@@ -108,8 +101,8 @@ class Slab:
         return pages
 
     def allocate(self, slots: int, slot_bytes: int) -> int:
-        """Reserve space for `slots` slots without cutting existing ones. Return how many fit while
-        the pool leaves enough space free."""
+        """Reserve space for `slots` slots without cutting existing ones. Return the number that fit
+        while enough space stays free."""
         slab_bytes = os.fstat(self.buffered_fd).st_size
         table_bytes = os.fstat(self.table_fd).st_size
         # Slots reserved by an earlier process are kept even if the disk is full now.
@@ -136,7 +129,7 @@ class Slab:
         return 0
 
     def _fitting(self, slot_bytes: int, kept: int) -> int:
-        """Return how many slots fit, including existing ones, if `kept` bytes stay free."""
+        """Return the number of slots, with existing ones, that fit if `kept` bytes stay free."""
         held = os.fstat(self.buffered_fd).st_blocks * 512
         return max(0, held + self._free_bytes() - kept) // (slot_bytes + ENTRY_BYTES)
 
@@ -152,11 +145,8 @@ class Slab:
         os.fsync(self.buffered_fd)
 
     def use_direct(self) -> None:
-        """Open the slab for O_DIRECT, after a probe.
-
-        A full disk has no room for the probe's file; reading the slab's first page then decides.
-        Raises the errors of `probe_o_direct`.
-        """
+        """Open the slab for O_DIRECT, after a probe. A full disk has no room for the probe's file;
+        reading the slab's first page then decides. Raises the errors of `probe_o_direct`."""
         try:
             probe_o_direct(self.place)
             full = False
@@ -174,7 +164,7 @@ class Slab:
         self.fd, self.direct = fd, True
 
     def use_direct_log(self) -> None:
-        """Open the log for O_DIRECT, as the slab is. Raises OSError if that does not work."""
+        """Open the log for O_DIRECT, as the slab is. Raises OSError if that fails."""
         fd = open_private(self.place / LOG_FILE, os.O_RDWR | os.O_DIRECT)
         os.close(self.log_fd)
         self.log_fd = fd
@@ -188,11 +178,9 @@ class Slab:
 
 
 def reserve(fd: int, size: int) -> None:
-    """Allocate the file's first `size` bytes, keeping their content.
-
-    This calls fallocate(2) itself: on a file system without it, glibc's posix_fallocate would write
-    zeros for minutes. Such a file becomes sparse instead, and a later write can fail with ENOSPC.
-    """
+    """Allocate the file's first `size` bytes, keeping their content. Calls fallocate(2) itself: on
+    a file system without it, glibc's posix_fallocate would write zeros for minutes. Such a file
+    becomes sparse instead, and a later write can fail with ENOSPC."""
     while _libc.fallocate(fd, 0, 0, size) != 0:
         number = ctypes.get_errno()
         if number in _NO_FALLOCATE:
@@ -204,10 +192,8 @@ def reserve(fd: int, size: int) -> None:
 
 
 def probe_o_direct(directory: Path) -> None:
-    """Write and read one aligned page with O_DIRECT in `directory`.
-
-    Raises OSError if that does not work (mostly EINVAL), PoolError if other bytes are read.
-    """
+    """Write and read one aligned page with O_DIRECT in `directory`. Raises OSError if that fails
+    (mostly EINVAL), PoolError if other bytes are read."""
     path = directory / "probe"
     written = os.urandom(PAGE_BYTES)
     with mmap.mmap(-1, PAGE_BYTES) as page:
@@ -228,7 +214,7 @@ def probe_o_direct(directory: Path) -> None:
 
 
 def read_page(fd: int) -> None:
-    """Read a slab's first page, to check that it can be read. Raises OSError if not."""
+    """Read a slab's first page, to check that it is readable. Raises OSError if not."""
     with mmap.mmap(-1, PAGE_BYTES) as page:
         _expect_page(os.preadv(fd, [page], 0))
 

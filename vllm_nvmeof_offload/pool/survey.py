@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Surveys targets, read-only: each rank directory's superblock, owner, size, last use and readers.
-
-Damaged pools and pools of other formats are included.
-"""
+"""A read-only survey of targets: the superblock, owner, size, last use and readers of each rank
+directory, including damaged pools and pools of other formats."""
 
 from __future__ import annotations
 
@@ -34,8 +32,8 @@ from vllm_nvmeof_offload.pool.takeover import OwnerState, Takeover
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 FACTS_FILE = "keyspace.json"
-#: A keyspace that no server has used for two weeks is reported: a canary of an old release ends
-#: earlier, and a model that is served every month is easily recomputed.
+#: A keyspace that no server has used for two weeks is reported. A canary of an old release ends
+#: earlier, and a model that is served only once a month is easily recomputed.
 UNUSED_S = 14 * 86400.0
 _KEYSPACE = re.compile(rf"[0-9a-f]{{{DIGEST_HEX_DIGITS}}}")
 _ENGINE = re.compile(r"engine-(0|[1-9][0-9]{0,8})")
@@ -60,7 +58,7 @@ class RankDirectory:
 
     @property
     def name(self) -> str:
-        """Return the path below the target, which is the same for all parts of one pool."""
+        """The path below the target, which is the same for all parts of one pool."""
         return f"{self.keyspace}/engine-{self.engine}/rank-{self.rank}"
 
 
@@ -68,12 +66,12 @@ class RankDirectory:
 class Surveyed:
     """The state of one rank directory on disk.
 
-    `superblock` is None if it is missing, damaged or another region's; `problem` then gives the
-    reason, and is otherwise empty. `epoch` is the pool's, from all of its surveyed parts; chunks of
+    `superblock` is None if it is missing, damaged or another region's; `problem` is then the
+    reason, and otherwise empty. `epoch` is the pool's, from all of its surveyed parts; chunks of
     other epochs are ignored. `tag` is the share tag of that epoch, empty if unknown. `adopts` is
-    False if a start with the keyspace's own weights would adopt nothing. `disk_bytes` is the space
-    allocated. `last_use_s` is Unix time; a running server renews it every few seconds. `readers`
-    are processes on this machine that have the slab open to read it; only root sees other users'.
+    False if a start with the keyspace's own weights would adopt nothing. `disk_bytes` is the
+    allocated space. `last_use_s` is Unix time; a running server renews it every few seconds.
+    `readers` are local processes that have the slab open to read it; only root sees other users'.
     """
 
     directory: RankDirectory
@@ -93,11 +91,9 @@ class Surveyed:
 
 
 def find(targets: Iterable[Path], ours: bool = False) -> list[RankDirectory]:
-    """Return every rank directory on `targets`, sorted by name. Links are not followed.
-
-    If `ours`, other users' directories are omitted. Raises PoolError if a target is not a
-    directory, or a directory in it cannot be listed.
-    """
+    """Return every rank directory on `targets`, sorted by name. Links are not followed. `ours`
+    omits other users' directories. Raises PoolError if a target is not a directory, or a directory
+    in it cannot be listed."""
     uid = os.geteuid() if ours else None
     found: list[RankDirectory] = []
     for target in targets:
@@ -123,11 +119,9 @@ def _folders(parent: Path, pattern: re.Pattern[str], uid: int | None) -> list[Pa
 
 
 def select(targets: Sequence[Path], which: str) -> list[RankDirectory]:
-    """Return the rank directories that `which` names: a keyspace (or its first digits), or a path.
-
-    A path names a keyspace's, engine's or rank's directory; it need not be on `targets`. Raises
-    PoolError if it names nothing, or more than one keyspace.
-    """
+    """Return the rank directories that `which` names: a keyspace (or its first digits), or the path
+    of a keyspace's, engine's or rank's directory, which need not be on `targets`. Raises PoolError
+    if it names nothing, or more than one keyspace."""
     if "/" in which or which in (".", ".."):
         return _under(Path(os.path.abspath(which)))
     found = find(targets)
@@ -139,7 +133,7 @@ def select(targets: Sequence[Path], which: str) -> list[RankDirectory]:
         raise PoolError(f"{which!r} matches {len(hits)} keyspaces on {places}: give more digits")
     raise PoolError(
         f"{which!r} names no keyspace on {places}: give {_PREFIX_MIN} to {DIGEST_HEX_DIGITS} of "
-        f"its digits (`vllm-nvmeof pool ls` shows them), or a directory, with a / in it"
+        f"its digits (`vllm-nvmeof pool ls` shows them), or a directory's path with a / in it"
     )
 
 
@@ -158,14 +152,12 @@ def _under(path: Path) -> list[RankDirectory]:
 
 
 def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
-    """Survey `directories`. Raises PoolError if one cannot be read.
-
-    If owners may be on other hosts, this waits until each has shown a beat or missed one.
-    """
+    """Survey `directories`. If owners may be on other hosts, wait until each has shown or missed a
+    beat. Raises PoolError if a directory cannot be read."""
     with as_pool_error("cannot read the lease of a region", _BE_OWNER):
         owners = Takeover().observe([directory.path for directory in directories])
     surveyed = [_survey_one(*one) for one in zip(directories, owners, strict=True)]
-    # A reset that reached only some targets invalidated the chunks on all.
+    # A reset that reached only some targets invalidated the chunks on all targets.
     parts: dict[tuple[str, bytes], list[Superblock]] = {}
     for one in surveyed:
         if one.superblock is not None:
@@ -181,11 +173,9 @@ def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
 
 
 def unused_keyspaces(parts: Sequence[Surveyed], now_s: float) -> dict[str, float]:
-    """Return, by keyspace, for how many seconds no server has used any of the surveyed regions.
-
-    Keyspaces with a live owner or a reader are omitted, and those of unknown age. `now_s` is Unix
-    time. Offline tools that change a pool count as a server.
-    """
+    """Return, by keyspace, the seconds since a server last used one of the surveyed regions. Tools
+    that change a pool count as servers. Keyspaces with a live owner, a reader or an unknown age are
+    omitted. `now_s` is Unix time."""
     ages: dict[str, float] = {}
     for one in parts:
         used = one.last_use_s is None or one.owner.kind == "live" or one.readers
@@ -207,7 +197,7 @@ def _readers(proc: Path = Path("/proc")) -> dict[tuple[int, int] | None, tuple[i
 
 
 def _slab_read_by(process: Path, fd: Path) -> tuple[int, int] | None:
-    """Return device and inode of the slab that the descriptor reads; None if it reads no slab."""
+    """Return device and inode of the slab that the descriptor reads, or None for other files."""
     try:
         if os.path.basename(os.readlink(fd)) != SLAB_FILE:
             return None
@@ -220,7 +210,6 @@ def _slab_read_by(process: Path, fd: Path) -> tuple[int, int] | None:
 
 
 def _file_of(directory: Path) -> tuple[int, int] | None:
-    """Return device and inode of a directory's slab."""
     try:
         status = (directory / SLAB_FILE).stat(follow_symlinks=False)
     except OSError:
@@ -257,9 +246,9 @@ def _misfit(directory: RankDirectory, superblock: Superblock | None) -> str:
     if superblock is None:
         return "there is none"
     if superblock.keyspace != directory.keyspace:
-        return f"it belongs to keyspace {superblock.keyspace}, not to this directory's"
+        return f"it belongs to keyspace {superblock.keyspace}, which is not this directory's"
     if superblock.rank != directory.rank:
-        return f"it belongs to rank {superblock.rank}, not to this directory's"
+        return f"it belongs to rank {superblock.rank}, which is not this directory's"
     sound = (
         superblock.slots > 0
         and superblock.payload_bytes > 0
@@ -285,7 +274,7 @@ def _fits_its_groups(superblock: Superblock) -> bool:
 
 
 def _last_use(path: Path) -> float | None:
-    """Return when the lease was last written: by a renewal, or by its release."""
+    """Return the time at which the lease was last written: by a renewal, or by its release."""
     for name in (LEASE_FILE, SUPERBLOCK_FILE):
         try:
             return (path / name).stat().st_mtime

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The takeover of a region whose owner is dead: how a process decides that without a common clock.
+"""The takeover of a region whose owner is dead, decided without a common clock.
 
-`Takeover` watches lease pages (`lease`). The owner of a page that stays unchanged for `TAKEOVER_S`,
-30 s, has given no sign of life for that long and counts as dead.
+`Takeover` watches lease pages (`lease`). An owner counts as dead if its page stays unchanged for
+`TAKEOVER_S`, 30 s.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.pool.lease import TAKEOVER_S, LeasePage, is_locked, lease_of, read_lease
 from vllm_nvmeof_offload.units import printable
 
-#: The interval at which a claim checks what it waits for.
+#: The interval at which a waiting claim checks again.
 POLL_S = 0.05
 
 _T = TypeVar("_T")
 
 
 class UnsettledError(Exception):
-    """A page has not been watched for long enough: try again in a moment."""
+    """An answer that is not known yet: try again after the page has been watched for longer."""
 
 
 @dataclass(slots=True)
@@ -37,10 +37,10 @@ class _Watched:
 
 @dataclass
 class Takeover:
-    """Decides whether owners on other hosts are dead, without comparing two hosts' clocks.
+    """The observation of owners on other hosts, which shows whether they are dead.
 
-    Two hosts' clocks may differ by hours, so no time in a page proves that an owner is dead. But
-    a live owner keeps changing its page. A page that has not changed for `takeover_s`, on this
+    Two hosts' clocks may differ by hours, so no time in a page proves that its owner is dead. But a
+    live owner keeps changing its page. A page that has not changed for `takeover_s`, on this
     process's own clock, names a dead owner.
     """
 
@@ -51,17 +51,15 @@ class Takeover:
     _logged: bool = False
 
     def _watch(self, path: Path, page: Hashable) -> _Watched:
-        """Record the page just read from `path`; return what is known of it."""
+        """Record the page just read from `path`, and return what is known of it."""
         seen = self._watched.setdefault(path, _Watched(page, self.clock()))
         if page != seen.page:
             seen = self._watched[path] = _Watched(page, self.clock(), has_beaten=True)
         return seen
 
     def is_dead(self, path: Path, page: Hashable) -> bool:
-        """Return whether the owner in the page just read from `path` is dead.
-
-        Raises UnsettledError if that is not known yet.
-        """
+        """Return whether the owner in the page just read from `path` is dead. Raises UnsettledError
+        if that is not known yet."""
         seen = self._watch(path, page)
         if self.clock() - seen.since_s >= self.takeover_s:
             return True
@@ -76,7 +74,7 @@ class Takeover:
         raise UnsettledError
 
     def settled(self, ask: Callable[[], _T]) -> _T:
-        """Call `ask` until it returns. For pages watched before, this takes up to `takeover_s`."""
+        """Call `ask` until it returns. This takes up to `takeover_s` for pages watched before."""
         while True:
             try:
                 return ask()
@@ -84,10 +82,8 @@ class Takeover:
                 self.wait(POLL_S)
 
     def look(self, directory: Path) -> OwnerState:
-        """Return the state of a region's owner, as far as this object has seen.
-
-        Writes nothing. Raises OSError if the page, or the lock, cannot be read.
-        """
+        """Return the state of a region's owner, as far as this object has seen. Writes nothing.
+        Raises OSError if the page or the lock cannot be read."""
         path = lease_of(directory).path
         page = read_lease(lease_of(directory))
         if page is None or page.is_free:
@@ -95,7 +91,7 @@ class Takeover:
         seen = self._watch(path, page)
         unchanged_s = self.clock() - seen.since_s
         if not page.in_group and not seen.died_here:
-            # Probing locks the directory for a moment, which may turn away a starting server. So it
+            # Probing locks the directory for a moment, which can turn away a starting server. So it
             # is not repeated once the owner is dead.
             if is_locked(directory):
                 return OwnerState("live", page, unchanged_s)
@@ -105,12 +101,12 @@ class Takeover:
         return OwnerState("live" if seen.has_beaten else "silent", page, unchanged_s)
 
     def watch(self, directories: Iterable[Path]) -> None:
-        """Start watching all of these regions now, so that a single wait covers them all."""
+        """Start watching all of these regions now, so that one wait covers all of them."""
         for directory in directories:
             self.look(directory)
 
     def observe(self, directories: Sequence[Path]) -> list[OwnerState]:
-        """Watch these regions until each owner that may be alive has shown a beat or missed one."""
+        """Watch these regions until each owner that may be alive has shown or missed a beat."""
         while True:
             found = [self.look(directory) for directory in directories]
             if not any(one.is_undecided for one in found):
@@ -122,9 +118,9 @@ class Takeover:
 class OwnerState:
     """The owner of a region as seen by this process.
 
-    `kind` is "free" (there is no owner), "live" (its flock or a beat was seen), "dead", or "silent"
-    (no beat was seen yet; if none follows, it is dead). `page` is None if the region was never
-    claimed. `unchanged_s` is how long, by this process's own clock, the page has been unchanged.
+    `kind` is "free" (no owner), "live" (its flock or a beat was seen), "dead", or "silent" (no beat
+    was seen yet; if none follows, the owner is dead). `page` is None if the region was never
+    claimed. `unchanged_s` is how long the page has been unchanged, by this process's own clock.
     """
 
     kind: str
@@ -137,7 +133,7 @@ class OwnerState:
 
     @property
     def is_undecided(self) -> bool:
-        """Return whether the owner has neither shown a beat nor missed one."""
+        """Whether the owner has neither shown nor missed a beat."""
         if self.kind != "silent":
             return False
         assert self.page is not None
