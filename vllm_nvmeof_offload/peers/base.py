@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts that both sides of a peer connection share, and the interfaces to their machines.
+"""The definitions that both sides of a peer connection share.
 
 A *loading server* requests a chunk from a *helper*. The helper reads the chunk into one of its
-*serve slots*, and sends the chunk or lets the loading server pull it out of the slot. The loading
-server verifies what has arrived in its own slot. A peer's messages decide how soon a chunk arrives,
-but never whether it is correct.
+*serve slots*, and sends the chunk or lets the loading server pull it. The loading server verifies
+the chunk in its own slot, so a peer affects how soon a chunk arrives, but never whether it is
+correct.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SILENT_S = 3.5
 
 
 class SlotMemory(NamedTuple):
-    """Slots of equal size, one after the other, the first at `address`."""
+    """Contiguous slots of equal size, the first one at `address`."""
 
     address: int
     slot_bytes: int
@@ -48,8 +48,8 @@ class SlotMemory(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Common:
     """The facts that two peers must have in common, in addition to the share tag. `secret` is the
-    share secret, or empty. `replica` is the index of one of a server's `replicas`; these
-    two may differ between peers."""
+    share secret, or empty. `replica` is the index of one of a server's `replicas`; these two may
+    differ between peers."""
 
     keyspace: str
     rank: int
@@ -61,7 +61,7 @@ class Common:
 
     @property
     def port_offset(self) -> int:
-        """Return the offset of this rank's port from the server's `peer_listen`."""
+        """The offset of this rank's port from the server's `peer_listen`."""
         return self.replica * self.world_size + self.rank
 
 
@@ -84,11 +84,8 @@ class PeerRead:
 
 
 class PeerEnd(NamedTuple):
-    """The outcome of a read.
-
-    `released` states that nothing touches its buffer any more. If it is False, another end with the
-    same token follows, which only reports the release.
-    """
+    """The outcome of a read. `released` states that nothing touches its buffer any more. If it is
+    False, another end with the same token follows, which only reports the release."""
 
     token: int
     outcome: Outcome
@@ -96,9 +93,9 @@ class PeerEnd(NamedTuple):
 
 
 class PeerState(NamedTuple):
-    """The state of a peer's lane. `credits` is the number of reads that it may have open at a time.
-    `bytes_per_s` is 0 if unknown. `queued_bytes` is how much the peer's storage must read before
-    our next request. `lost` counts how often its session was lost or stalled."""
+    """The state of a peer's lane. `credits` is the number of reads that may be open. `bytes_per_s`
+    is 0 if unknown. `queued_bytes` are the bytes that the peer's storage must read before our next
+    request. `lost` counts how often its session was lost or stalled."""
 
     usable: bool
     credits: int
@@ -112,9 +109,7 @@ NO_PEER = PeerState(False, 0, 0.0, 0)
 
 class Served(NamedTuple):
     """The end of a helper's read, after which the storage no longer touches its serve slot.
-
-    `outcome` is None if the helper has not opened the region of the place.
-    """
+    `outcome` is None if the helper has not opened the region of the place."""
 
     token: int
     outcome: Outcome | None
@@ -134,13 +129,13 @@ class ServePort(Protocol):
         """Read these chunks after the helper's own loads. `poll` reports each end once."""
 
     def cancel(self, tokens: Sequence[int]) -> None:
-        """Cancel these reads. `poll` still reports the end of each."""
+        """Cancel these reads. `poll` still reports that they ended."""
 
     def poll(self) -> list[Served]:
-        """Return the reads that ended since the last call."""
+        """Take the reads that ended since the last call."""
 
     def levels(self) -> Levels:
-        """Return how busy the storage is now."""
+        """Return the current load on the storage."""
 
     def fileno(self) -> int:
         """Return a descriptor that is readable while `poll` may have something to return."""

@@ -4,10 +4,11 @@
 A read is ASKED, then PULLING if NIXL moves its bytes, and then ends. A read that is cancelled or
 past its deadline gets its outcome at once. If its peer still owes an answer, it is then DROPPED and
 costs a credit; if its pull has not ended, it is a ZOMBIE, and its buffer is released later.
-Nothing waits for a peer: if a peer is silent for half a second, its reads end, and nothing more is
-requested from it until it sends something. A session ends, and its peer is greeted again soon, if
-the peer errs, stays silent, holds a zombie for a second, or loses its connection (if its process is
-killed, for example). The machine gives a peer that is lost repeatedly no reads (peer_judge.h).
+
+Nothing waits for a peer. If a peer sends nothing for half a second, its reads end, and nothing more
+is requested from it until it sends something. A session ends if the peer errs, stays silent, holds
+a zombie for a second, or loses its connection, and the peer is soon greeted again. The machine
+gives no reads to a peer that is lost repeatedly (peer_judge.h).
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 _GREETING_S = 2.0
 _ZOMBIE_S = 1.0
-#: A peer that has not opened a region yet gets this time to open it.
+#: The time that a peer gets to open a region that it has not opened yet.
 _NOT_ATTACHED_S = 0.25
 #: The time for which ZMQ keeps a closed socket open to send pending messages.
 _BYE_MS = 100
@@ -104,7 +105,7 @@ class _Reading:
 
 @dataclass(slots=True)
 class ClientCounts:
-    """Counts of the reads by all peers, and of their failures."""
+    """Counts of all peers' reads and of their failures."""
 
     pulled: int = 0
     pulled_bytes: int = 0
@@ -115,16 +116,14 @@ class ClientCounts:
 
 
 class _SessionLostError(Exception):
-    """Raised to end the session. Its text is the reason."""
+    """The reason to end the session, as text."""
 
 
 class _OtherSecretError(_SessionLostError):
-    """The connection ended before a session, as it does if share secrets differ or are missing."""
+    """The end of a connection before a session, as when share secrets differ or are missing."""
 
 
 class _Session:
-    """One session with one peer."""
-
     def __init__(
         self,
         context: zmq.Context[zmq.Socket[bytes]],
@@ -164,7 +163,7 @@ class _Session:
         self.socket.close(linger_ms)
 
     def why_cut_off(self) -> str:
-        """Return why the connection was cut off; empty if it was not."""
+        """Return the reason why the connection was cut off; empty if it was not."""
         while self.monitor.poll(0):
             is_stranger = recv_monitor_message(self.monitor)["event"] & NOT_PROVEN
             self._cut_off = self._cut_off or (STRANGER if is_stranger else "no connection")
@@ -211,8 +210,8 @@ class _Lane:
 
 
 class PeerClients(SessionThread):
-    """Reads through peers until it is closed. `submit`, `cancel`, `poll` and `close` must be called
-    on one thread, and do not wait for peers."""
+    """The reads through peers, until it is closed. `submit`, `cancel`, `poll` and `close` must be
+    called on one thread, and do not wait for peers."""
 
     def __init__(
         self,
@@ -225,7 +224,7 @@ class PeerClients(SessionThread):
         by_nixl: bool = True,
     ) -> None:
         """`addresses` lists each lane's peer, such as `tcp://10.0.0.7:7000`. Chunks may be written
-        into `memory`, and `view` is the same memory. With `by_nixl` NIXL pulls the chunks if it
+        into `memory`, and `view` is the same memory. With `by_nixl`, NIXL pulls the chunks if it
         can; otherwise they arrive in messages."""
         self.counts = ClientCounts()
         super().__init__("peer-clients", self._run, tag)
@@ -237,7 +236,7 @@ class PeerClients(SessionThread):
             collections.deque()
         )
         self._ends: collections.deque[PeerEnd] = collections.deque()
-        #: Agents of lost sessions not freed yet, and the reads whose buffers they may still write.
+        #: Agents of lost sessions, not freed yet, and the reads whose buffers they may still write.
         self._leaving: list[tuple[NixlTransport, list[_Reading]]] = []
         self._heard = Waker()
         self._thread.start()
@@ -252,7 +251,7 @@ class PeerClients(SessionThread):
         self._waker.wake()
 
     def cancel(self, tokens: Sequence[int]) -> None:
-        """Cancel these reads: each that has no outcome yet ends with CANCELLED."""
+        """Cancel these reads. Each that has no outcome yet ends with CANCELLED."""
         self._commands.append((-1, [], list(tokens)))
         self._waker.wake()
 
@@ -265,10 +264,10 @@ class PeerClients(SessionThread):
         return self._heard.fd
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """End all reads. Returns True if nothing touches their buffers any more."""
+        """End all reads. Return whether nothing touches their buffers any more."""
         return super().close(timeout_s) and not self._leaving
 
-    # The thread
+    # -- the thread
 
     def _run(self) -> None:
         unbind_this_thread()
@@ -406,7 +405,7 @@ class PeerClients(SessionThread):
                 return
 
     def _stall(self, lane: _Lane, session: _Session) -> None:
-        """End a silent peer's reads, which are retried elsewhere. The peer may still be alive."""
+        """End a silent peer's reads, which are retried elsewhere. The session continues."""
         session.is_stalled = True
         for token, reading in list(session.open.items()):
             if reading.stage in (_Stage.ASKED, _Stage.PULLING):
@@ -463,7 +462,6 @@ class PeerClients(SessionThread):
                 raise MalformedError(f"{type(message).__name__} from a helper")
 
     def _take_answer(self, lane: _Lane, session: _Session, message: AnyMessage) -> None:
-        """Process the peer's answer to our request for a session."""
         match message:
             case Welcome():
                 self._welcomed(lane, session, message)
@@ -482,7 +480,7 @@ class PeerClients(SessionThread):
         self._say(lane, f"reads for us, {welcome.credits} chunks at a time, sent {how}")
 
     def _connect(self, session: _Session, welcome: Welcome) -> str:
-        """Prepare pulls. Return why they are impossible; empty if they are possible."""
+        """Prepare pulls. Return the reason why they are impossible, or nothing."""
         theirs = SlotMemory(welcome.address, self._common.slot_bytes, welcome.slots)
         try:
             session.transport = NixlTransport(self._memory)
@@ -510,7 +508,7 @@ class PeerClients(SessionThread):
             self._came(read)
 
     def _came(self, read: PeerRead) -> None:
-        """Verify the chunk of `read`, which has arrived completely. A mismatch fails the read."""
+        """Verify a chunk that has arrived completely. A mismatch fails the read."""
         start = read.address - self._memory.address
         slot = self._view[start : start + slot_stride_bytes(read.payload_bytes)]
         outcome = verify(slot, read.identity, read.payload_bytes, read.place, read.tag)
@@ -589,13 +587,13 @@ class PeerClients(SessionThread):
         self._ends.append(PeerEnd(read.token, outcome, released))
 
     def _lose(self, lane: _Lane, why: str, *, counts: bool = True) -> None:
-        """End the session and all its reads, and greet the peer again a little later."""
+        """End the session and all its reads. The peer is greeted again a little later."""
         session, lane.session = lane.session, None
         if session is None:
             return
         was_up = session.is_up
         lane.lost += was_up and counts and not session.is_stalled  # a stall was counted already
-        self._show(lane)  # first, so that its reads are not sent to it again
+        self._show(lane)  # first, so that its reads are not sent to this peer again
         lane.pull_rate.stop()
         self.counts.lost += was_up and counts
         if counts:

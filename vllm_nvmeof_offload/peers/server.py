@@ -2,11 +2,11 @@
 """The helper's side: it reads chunks for peers into serve slots, and sends them or lets peers pull.
 
 A read is QUEUED, then READING. Then its slot is LENT to a peer that can pull, or its bytes are
-copied into a message and SENT. Both end with the peer's `Done`, with the session, or a second after
-the read's deadline; a peer that pulls later is protected by its own check. Until then the read
-costs the peer a credit, so that few copies wait for a peer that does not receive them. A slot into
-which the storage reads becomes free when the storage reports the end of the read. Sessions get
-equal shares of the slots.
+copied into a message and SENT. Both stages end with the peer's `Done`, with the session, or a
+second after the read's deadline; a peer that pulls later detects wrong bytes itself. Until then,
+the read costs the peer a credit, so that few copies wait for a peer that does not receive them. A
+slot into which the storage reads becomes free when the storage reports the end of the read.
+Sessions get equal shares of the slots.
 
 An unauthenticated connection may send one frame of `MESSAGE_BYTES_MAX`, and lasts at most two
 seconds. Connections beyond the first `CONNECTIONS_MAX` are closed at once.
@@ -89,7 +89,7 @@ _WAITING_MAX = 64
 #: A connection without an answer for this long is closed, and its queued messages are dropped.
 _PING_MS, _PONG_MS = 1000, 3000
 _HANDSHAKE_MS = 2000
-#: If this process runs out of descriptors, all connections end; none is accepted for this long.
+#: If this process runs out of descriptors, all connections end, and none is accepted for this long.
 _SHUT_S = 2.0
 
 
@@ -129,8 +129,7 @@ class _Session:
     held: int = 0  # serve slots in use
     queued_bytes: int = 0  # bytes of open reads that wait for a slot
     reading_bytes: int = 0  # bytes that the port must read for it
-    #: The open reads in order of arrival.
-    open: dict[int, _Serving] = field(default_factory=dict)
+    open: dict[int, _Serving] = field(default_factory=dict)  # open reads in order of arrival
     ready: list[Lent] = field(default_factory=list)
     failed: list[FailedRead] = field(default_factory=list)
     is_gone: bool = False  # whether it no longer accepts messages
@@ -138,8 +137,6 @@ class _Session:
 
 @dataclass(slots=True)
 class ServerCounts:
-    """The counts of a server."""
-
     sessions: int = 0  # at present
     free: int = 0  # serve slots at present
     served_bytes: int = 0
@@ -151,7 +148,7 @@ class ServerCounts:
 
 
 class _Door:
-    """Admits peers: a bounded number of connections, all with the share secret."""
+    """The admission of peers: a bounded number of connections, all with the share secret."""
 
     def __init__(
         self,
@@ -208,7 +205,7 @@ class _Door:
             self._connected.discard(descriptor)
         elif event != zmq.EVENT_ACCEPT_FAILED:
             self.refused += 1
-        elif not self._opens_s:  # otherwise ZMQ retries all the time; this ends all connections
+        elif not self._opens_s:  # unbinding ends all connections; otherwise ZMQ retries constantly
             self._router.unbind(self.address)
             self._connected.clear()
             self._opens_s = now_s + _SHUT_S
@@ -222,7 +219,7 @@ class _Door:
 
 
 class PeerServer(SessionThread):
-    """Serves peers until it is closed. Its thread sleeps while no peer requests anything."""
+    """A server for peers. Its thread sleeps while no peer requests anything."""
 
     def __init__(
         self,
@@ -237,9 +234,8 @@ class PeerServer(SessionThread):
         read_deadline_s: float = 5.0,
     ) -> None:
         """Peers connect to `address`, such as `tcp://10.0.0.7:7000`. `memory` and `view` are the
-        serve slots. With `by_nixl` slots are lent to peers that can pull. `read_deadline_s` limits
-        a peer's reads as it limits our own. Raises EngineError if the address
-        cannot be used."""
+        serve slots. With `by_nixl`, slots are lent to peers that can pull. `read_deadline_s` limits
+        a peer's reads as it limits our own. Raises EngineError if the address cannot be used."""
         assert 0 < memory.slots <= TOKENS_MAX
         self.counts = ServerCounts(free=memory.slots)
         super().__init__("peer-server", self._run, tag)
@@ -259,7 +255,7 @@ class PeerServer(SessionThread):
         self.address = self._bound.result()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop serving. Returns True if no peer pulls from the serve slots any more. Reads into the
+        """Stop serving. Return whether no peer pulls from the serve slots any more. Reads into the
         slots still end in the port's `poll`."""
         return super().close(timeout_s) and self._transport is None
 
@@ -400,7 +396,7 @@ class PeerServer(SessionThread):
         self._send(session, welcome)
 
     def _metadata(self) -> bytes:
-        """Return our agent's metadata for peers that can pull, or empty if there is no agent."""
+        """Return our agent's metadata for peers that can pull; empty if there is no agent."""
         if self._transport is None and self._by_nixl:
             try:
                 self._transport = NixlTransport(self._memory)
@@ -410,7 +406,7 @@ class PeerServer(SessionThread):
         return self._transport.metadata if self._transport is not None else b""
 
     def _share(self) -> int:
-        """Return how many slots a session may use at a time."""
+        """Return the number of slots that a session may use at a time."""
         return max(1, self._memory.slots // len(self._sessions))
 
     def _refusal(self, hello: Hello) -> str:
@@ -575,7 +571,7 @@ class PeerServer(SessionThread):
         session.sent_s, session.sent_bytes, session.sent_credits = now_s, queued_bytes, share
 
     def _levels(self, session: _Session) -> Levels:
-        """Return the load ahead of this peer's next read, except for its own open reads."""
+        """Return the load ahead of this peer's next read, excluding its own open reads."""
         queued_bytes, bytes_per_s = self._port.levels()
         others = sum(one.queued_bytes for one in self._sessions.values()) - session.queued_bytes
         return Levels(max(0, queued_bytes - session.reading_bytes) + others, bytes_per_s)

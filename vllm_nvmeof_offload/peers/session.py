@@ -75,11 +75,11 @@ _Tokens = Annotated[list[_U64], Meta(max_length=TOKENS_MAX)]
 
 
 class MalformedError(OffloadError):
-    """A peer sent a frame that is not a message, or a message that it may not send now."""
+    """A frame from a peer that is not a message, or a message that the peer may not send now."""
 
 
 class Reason(enum.IntEnum):
-    """The reason why a helper's read failed. The first five are named after `OutcomeKind`s."""
+    """The reason for a helper's failed read. The first five are named after `OutcomeKind`s."""
 
     STALE = 1
     CHECKSUM_MISMATCH = 2
@@ -91,11 +91,8 @@ class Reason(enum.IntEnum):
 
 
 class WantedRead(Struct, array_like=True, frozen=True):
-    """A read of a region's slot, which must have this content.
-
-    `within_ms` is how long the loading server waits: a duration, because two hosts' clocks are not
-    compared.
-    """
+    """A read of a region's slot, which must have this content. `within_ms` is how long the loading
+    server waits: a duration, because two hosts' clocks are not compared."""
 
     token: _U64
     region: _Sixteen
@@ -160,16 +157,16 @@ class Refused(Message, tag="refused"):
 
 
 class Read(Message, tag="read"):
-    """Chunks to read. With `inline` they are sent; otherwise they are pulled."""
+    """Chunks to read. With `inline`, they are sent; otherwise they are pulled."""
 
     inline: bool
     reads: Annotated[list[WantedRead], Meta(max_length=READS_MAX)]
 
 
 class Ready(Message, tag="ready"):
-    """Serve slots to pull from. `queued_bytes` is how much the helper's storage must read before
-    this session's next read, at `bytes_per_s`. `credits` is the new number of credits, or 0 if
-    unchanged."""
+    """Serve slots to pull from. `queued_bytes` are the bytes that the helper's storage must read
+    before this session's next read, at `bytes_per_s`. `credits` is the new number of credits, or 0
+    if unchanged."""
 
     lent: Annotated[list[Lent], Meta(max_length=TOKENS_MAX)]
     queued_bytes: _U64 = 0
@@ -226,7 +223,7 @@ def decode(raw: bytes) -> AnyMessage:
 
 
 class Channel:
-    """Numbers outgoing messages, and checks the numbers of incoming ones."""
+    """The numbering of a session's messages: sent ones get numbers, received ones are checked."""
 
     def __init__(self) -> None:
         self._sent = self._received = 0
@@ -258,14 +255,14 @@ _OUTCOMES = {
 
 
 def failed_read(token: int, outcome: Outcome | None) -> FailedRead:
-    """Return the answer for a read that the helper's storage could not serve."""
+    """Return the answer to a read that the helper's storage could not serve."""
     if outcome is None:
         return FailedRead(token, Reason.NOT_ATTACHED)
     return FailedRead(token, Reason[outcome.kind.name], outcome.errno)
 
 
 def outcome_of_failed(one: FailedRead) -> Outcome:
-    """Return the outcome of a read that a helper failed; it says nothing about our targets."""
+    """Return the outcome of a read that a helper failed, which says nothing about our targets."""
     return _OUTCOMES.get(one.reason) or io_error(one.errno)
 
 
@@ -273,7 +270,7 @@ _SOON_S = 0.2
 _AGAIN_MAX_S = 2.0
 #: A listening thread's turn takes less than this, unless the thread cannot run.
 _TURN_S = 0.05
-#: Transfers are measured in windows of at least this length.
+#: The minimum length of the windows in which transfers are measured.
 _WINDOW_S = 0.02
 _NEW_SHARE = 0.3
 _RECENT_S = 5.0
@@ -282,8 +279,8 @@ _MOVING_TICK_S = 0.0001
 
 
 class BackOff:
-    """Decides when to greet a peer again: soon after a session or attempt of more than two seconds,
-    and otherwise after twice the last wait, up to two seconds."""
+    """The time to greet a peer again: soon after a session or attempt of more than two seconds,
+    otherwise after twice the last wait, up to two seconds."""
 
     def __init__(self) -> None:
         self._until_s = 0.0
@@ -301,9 +298,8 @@ class BackOff:
 
 
 class Listening:
-    """The clock that measures the silence of others. It stops while the listening thread cannot
-    run, because a process that was suspended, or has a busy interpreter, cannot know what others
-    sent."""
+    """The clock that measures the silence of peers. It stops while the listening thread cannot run,
+    because a suspended process, or one with a busy interpreter, cannot know what peers sent."""
 
     def __init__(self, now_s: float) -> None:
         self.now_s = self._turn_s = now_s
@@ -315,7 +311,7 @@ class Listening:
 
 
 class BusyRate:
-    """Measures the rate of transfers over the time in which any is in progress."""
+    """The rate of transfers over the time in which any is in progress."""
 
     def __init__(self) -> None:
         self.bytes_per_s = self._moved_s = 0.0
@@ -370,17 +366,15 @@ class SessionThread:
         self._waker.wake()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """End all sessions. Returns True if the thread has ended."""
+        """End all sessions. Return whether the thread has ended."""
         self._closed.set()
         self._waker.wake()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
     def _wake_ups(self, beat_s: Callable[[], float]) -> Iterator[None]:
-        """Sleep until an event, but never longer than half a beat, and yield after each sleep.
-
-        `beat_s` returns 0 if transfers progress only in the thread's turns.
-        """
+        """Sleep until an event, but at most half a beat, and yield after each sleep. `beat_s`
+        returns 0 if transfers progress only in the thread's turns."""
         while not self._closed.is_set():
             sleep_ms = int(1000 * beat_s() / 2)
             if not sleep_ms:
@@ -412,10 +406,8 @@ STRANGER = "its share secret differs, or it is not a peer; give all the same sha
 
 
 def lock(socket: zmq.Socket[bytes], secret: bytes, *, serves: bool) -> None:
-    """Let a socket talk only to peers with the same share secret; to any peer if `secret` is empty.
-
-    `serves` is True for the serving side's socket. Raises zmq.ZMQError if the library lacks CURVE.
-    """
+    """Restrict a socket to peers with the same share secret; an empty `secret` admits any peer.
+    `serves` is True for the server's socket. Raises zmq.ZMQError if the library lacks CURVE."""
     if not secret:
         return
     socket.curve_publickey, socket.curve_secretkey = key_pair(secret, serves=serves)

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Moves bytes from a peer's serve slots into our memory with NIXL's READ, which the receiver
-starts.
+"""Transfers from a peer's serve slots into our memory with NIXL's READ, which the receiver starts.
 
 NIXL's own progress thread would keep a core busy while nothing moves, so it is not used: a transfer
 progresses when its state is read, and a peer's transfers progress in `progress`. All calls come
 from the thread that created the agent.
 
 NIXL is used if network cards move the bytes by RDMA; otherwise chunks arrive in messages
-(`session.Sent`). Without an RDMA port nothing is imported here, and UCX never uses TCP: its TCP
+(`session.Sent`). Without an RDMA port, NIXL is not imported. UCX never uses TCP, because its TCP
 transport listens on each interface, at arbitrary ports, and writes data from any sender to any
 address that the sender names (seen with NIXL 1.5.1).
 
-A pull that has not ended cannot be cancelled. NIXL releases the pull's handle and the peer without
-an error, but still writes into the buffer when a suspended peer continues or a cut link is back
-(seen with 1.5.1 over TCP and soft-RoCE). Only ending the agent, which takes milliseconds, ends the
-pull. So each session has a separate agent, and the end of a session ends all its pulls.
+A pull in progress cannot be cancelled. NIXL releases the pull's handle and the peer without an
+error, but still writes into the buffer when a suspended peer continues or a cut link is restored
+(seen with 1.5.1 over TCP and soft-RoCE). Only the end of the agent, which takes milliseconds, ends
+the pull. So each session has a separate agent, and the end of a session ends all its pulls.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from vllm_nvmeof_offload.peers.base import SlotMemory
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
 #: Set before NIXL's first import. UCX keeps registered memory until this many regions wait to be
-#: freed; without a limit it leaks, and vLLM sets the same value. By default NIXL logs each agent.
+#: freed; without a limit it leaks (vLLM sets the same value). By default, NIXL logs each agent.
 _ENVIRONMENT = {"UCX_RCACHE_MAX_UNRELEASED": "1024", "NIXL_LOG_LEVEL": "WARN"}
 _PROBE_S = 60.0
 _DRAM = "DRAM"
@@ -51,7 +50,7 @@ def has_rdma(sysfs: str = "/sys") -> bool:
 
 
 class TransportError(EngineError):
-    """A transfer or a connection failed, which ends the session."""
+    """A failed transfer or connection, which ends the session."""
 
 
 def load_nixl() -> ModuleType:
@@ -65,10 +64,10 @@ def load_nixl() -> ModuleType:
 
 
 def why_no_pulls() -> str:
-    """Return why no bytes can be pulled here, in one line; empty if they can be.
+    """Return the reason why no bytes can be pulled here, in one line; empty if they can be.
 
-    Another process makes an agent, because an incompatible library may abort, and because NIXL
-    refuses only then if its UCX has no driver for the RDMA device.
+    A separate process creates an agent, because an incompatible library may abort, and because NIXL
+    reports only then that its UCX has no driver for the RDMA device.
     """
     if not has_rdma():
         return "no RDMA port is active here"
@@ -86,7 +85,7 @@ def why_no_pulls() -> str:
 
 
 class Pull:
-    """A pull in progress; see `NixlTransport.pull`."""
+    """A pull in progress (`NixlTransport.pull`)."""
 
     __slots__ = ("handle",)
 
@@ -95,7 +94,7 @@ class Pull:
 
 
 class NixlTransport:
-    """Lends `memory` to peers that have the metadata, or pulls into it from one peer."""
+    """A NIXL agent. It lets peers with its metadata pull from `memory`, or pulls into `memory`."""
 
     def __init__(self, memory: SlotMemory) -> None:
         """Create the agent. Raises TransportError if NIXL refuses."""
@@ -116,8 +115,7 @@ class NixlTransport:
         self._peer = name if isinstance(name, str) else name.decode(), memory
 
     def pull(self, slot: int, address: int, size_bytes: int) -> Pull:
-        """Start pulling the first `size_bytes` of a peer's slot to our `address`. Raises
-        TransportError."""
+        """Start to pull `size_bytes` of a peer's slot to our `address`. Raises TransportError."""
         ours, theirs = self._lists_of(size_bytes)
         places = ours, [self._memory.slot_of(address)], theirs, [slot]
         pull = Pull(_checked(self._agent.make_prepped_xfer, "READ", *places))
@@ -126,22 +124,19 @@ class NixlTransport:
         return pull
 
     def has_ended(self, pull: Pull) -> bool:
-        """Let a pull progress. Returns True once all bytes have arrived. Raises TransportError."""
+        """Let a pull progress. Return whether all bytes have arrived. Raises TransportError."""
         if pull.handle is not None:
             self._look(pull, _checked(self._agent.check_xfer_state, pull.handle))
         return pull.handle is None
 
     def progress(self) -> None:
         """Let a peer's pulls from us progress."""
-        with contextlib.suppress(Exception):  # it concerns peers that have left
+        with contextlib.suppress(Exception):  # errors concern peers that have left
             self._agent.get_new_notifs()
 
     def close(self) -> bool:
-        """End all pulls. Returns True if nothing writes into our memory any more.
-
-        Returns False while something still refers to the agent, such as the frames of an exception
-        being handled; call it again later.
-        """
+        """End all pulls. Return whether nothing writes into our memory any more. If False, call
+        again later: something still refers to the agent, such as the frames of an exception."""
         for pull in self._pulls:
             pull.handle = None
         self._pulls.clear()
@@ -185,7 +180,7 @@ def _new_agent() -> Any:
 
 
 def _checked(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """Call NIXL. Any error is replaced by a TransportError, which does not refer to it."""
+    """Call NIXL, and replace any error by a TransportError, which does not refer to it."""
     try:
         return call(*arguments, **more)
     except Exception as error:  # noqa: BLE001 - NIXL has one class for each of its errors
@@ -194,7 +189,7 @@ def _checked(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
 
 
 def _probe() -> None:
-    """Make an agent, and exit without the libraries' destructors, which may crash."""
+    """Create an agent, and exit without the libraries' destructors, which may crash."""
     load_nixl()
     memory = ctypes.create_string_buffer(PAGE_BYTES)
     try:
