@@ -17,12 +17,10 @@ from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup, group_id_of,
 #: A function that returns a byte per key: 1 if the key is present, else 0.
 Has = Callable[[Sequence[bytes]], bytes]
 _HIT = b"\1"
-#: The number of chunks in the first query; small, because most prefixes end early.
-_ASKED_FIRST = 16
-#: Kinds of groups of which chunks are useful only at a boundary.
+_ASKED_FIRST = 16  # the number of chunks in the first query; small, because most prefixes end early
+#: The kinds of groups whose chunks are useful only at a boundary.
 SPARSE = (GroupKind.WINDOW, GroupKind.STATE)
-#: The windows and states of a boundary may take this share of the bytes that are stored for the
-#: tokens since the previous boundary.
+#: The most bytes of a boundary's windows and states, as a share of those stored since the last one.
 _COST_SHARE = 0.5
 _BOUNDARY_TOKENS_MIN = 1024
 
@@ -35,10 +33,8 @@ def plan(
     has: Has,
 ) -> tuple[int, list[bytes]]:
     """Return the boundary in tokens and the keys of a load up to it, or (local, []) for no load.
-
     `local` is the number of tokens in GPU memory, a multiple of every group's block. `limit` is the
-    number of tokens that a load may reach, at most the request's length.
-    """
+    number of tokens that a load may reach, at most the request's length."""
     boundary = _boundary(groups, keys_by_group, local, limit, has)
     return boundary, wanted(groups, keys_by_group, local, boundary)
 
@@ -66,10 +62,10 @@ def taken(
     boundary: int,
     ends_of: Callable[[Sequence[bytes]], Sequence[int]],
 ) -> list[bytes]:
-    """Return the keys of a load from `local` tokens to `boundary`, all of which vLLM's look-up has
-    hit. After whole chunks, vLLM may have found the head of a chunk (a partial tail); then it loads
-    the head instead of the chunk. `ends_of` returns the request's tokens up to the end of each
-    key's chunk."""
+    """Return the keys of a load from `local` tokens to `boundary`, all hits of vLLM's look-up. At
+    the end, the look-up may have found the head of a chunk (a partial tail), which is loaded
+    instead of the chunk. `ends_of` returns the request's tokens up to the end of each key's chunk.
+    """
     keys = wanted(groups, keys_by_group, local, boundary)
     if boundary % unit_tokens(groups) == 0:
         return keys
@@ -97,7 +93,7 @@ def full_prefix(
     has: Has,
 ) -> int:
     """Return the number of tokens, at most `limit_of(limit)`, up to which all full-attention chunks
-    are present. Those up to `start` must be."""
+    are present. The chunks up to `start` must be present."""
     end = limit_of(groups, limit)
     for group, keys in zip(groups, keys_by_group, strict=True):
         if group.kind is not GroupKind.FULL:
@@ -130,8 +126,8 @@ def kept_every(groups: Sequence[Group], unit: int, lasting: int) -> int:
 
 
 def automatic(groups: Sequence[RankGroup], unit: int) -> int:
-    """Return the distance in tokens between lasting boundaries, a multiple of `unit`, or 0 if no
-    group needs boundaries."""
+    """Return the tokens between two lasting boundaries, a multiple of `unit`, or 0 if none is
+    needed."""
     sparse = [one for one in groups if one.group.kind in SPARSE]
     if not sparse:
         return 0
@@ -150,8 +146,8 @@ def automatic(groups: Sequence[RankGroup], unit: int) -> int:
 
 
 def limit_of(groups: Sequence[Group], tokens: int) -> int:
-    """Return the number of tokens that a load can reach in a request of this length. With windows
-    or states, vLLM computes at least the last token, and resumes from states only at the end of a
+    """Return the number of tokens that a load can reach in a request of `tokens`. With windows or
+    states, vLLM computes at least the last token; with states, it resumes only at the end of a
     whole chunk."""
     if all(group.kind is GroupKind.FULL for group in groups):
         return tokens
@@ -219,8 +215,8 @@ def _boundary(
 
 
 def _reach_at(group: Group, boundary: int) -> int:
-    """Return the number of a window's or state's chunks that a boundary needs. A window that ends
-    within a chunk may begin one chunk earlier."""
+    """Return the number of chunks of a window or state that a boundary needs. A window that ends
+    within a chunk may need one more."""
     assert group.reach_chunks is not None
     if group.kind is not GroupKind.WINDOW or group.reach_tokens is None:
         return group.reach_chunks

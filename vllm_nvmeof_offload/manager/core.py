@@ -78,7 +78,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 
 __all__ = ["CoreConfig", "ManagerCore", "SessionIds", "Source", "StorePlan"]
-#: `StoreThreshold` counts as many keys as there are slots, but at least this many.
+#: The minimum number of keys that `StoreThreshold` counts; otherwise it counts one per slot.
 _SIGHTINGS_MIN = 1 << 16
 #: The longest retention that a request can ask for: a session's end must be bounded.
 RETAIN_S_MAX = 7 * 24 * 3600
@@ -87,8 +87,7 @@ RETAIN_S_MAX = 7 * 24 * 3600
 _SAVES_PERIOD_S, _SAVES_SHARE = 1.0, 1 / 1000
 #: The sources, indexed by the number that the native look-up returns.
 _SOURCES = (None, Source.CPU, Source.POOL, Source.SHARED)
-#: The tiers that a look-up may hit, as bits.
-FROM_CPU, FROM_POOL = 1, 2
+FROM_CPU, FROM_POOL = 1, 2  # the tiers that a look-up may hit, as bits
 #: Values of `wanted` in `Tiers.plan_store`: store the chunk to keep it, or provisionally.
 _KEPT, _PROVISIONAL = 1, 2
 _NATIVE_KIND = {OpKind.STORE: 0, OpKind.LOAD: 1, OpKind.WRITE: 2, OpKind.FETCH: 3}
@@ -121,7 +120,7 @@ class Change(NamedTuple):
 
 
 class SessionIds(NamedTuple):
-    """The number of a session (64 bits) and of its client, the holder of a cache salt (32 bits)."""
+    """The ids of a session (64 bits) and of its client, the holder of a cache salt (32 bits)."""
 
     session: int
     client: int
@@ -160,8 +159,7 @@ class ManagerCore:
         self.config = config
         self.capacity = capacity = agreement.capacity
         assert len(capacity.group_bytes) == len(config.groups), "ranks of another model"
-        #: The share tag of the weights; empty if they have no name.
-        self._tag = agreement.tag
+        self._tag = agreement.tag  # the share tag of the weights; empty if they have no name
         #: Whether a reset keeps the tag, because the weights were named or never change.
         self._is_named = config.weights_never_change
         self._lane_bytes = list(capacity.lane_bytes)
@@ -170,8 +168,7 @@ class ManagerCore:
         #: The last failure counted, by series of `failed_chunks`.
         self.last_failures: dict[Series, Outcome] = {}
         self.levels: dict[int, LevelReport] = {}  # the last report of each rank
-        #: What was found, loaded and computed for the last requests.
-        self.request_log = RequestLog()
+        self.request_log = RequestLog()  # what was found, loaded and computed for the last requests
         self.planned: LoadRecord | None = None  # the record of the load that was planned last
         #: Positions of groups whose bytes differed between ranks that must store equal bytes.
         self.unequal_groups: list[int] = []
@@ -189,8 +186,7 @@ class ManagerCore:
         cancel = partial(_cancel_fetches, tiers, self._ledger, self._unsent)
         #: The caller notifies this object when a request starts or stops waiting.
         self.reload = ReloadScheduler(config, capacity, tiers, holds, cancel, clock)
-        #: The targets' verdicts and rates.
-        self.targets = Targets(tiers, len(capacity.pool_slots))
+        self.targets = Targets(tiers, len(capacity.pool_slots))  # the targets' verdicts and rates
         self.admission = Admission(config, self.targets.read_rates)
         self._load_times = LoadTimes(self._ledger, self.admission, clock, capacity, config)
         slots = capacity.cache_slots + capacity.pool_slots_total
@@ -265,7 +261,7 @@ class ManagerCore:
         return self._load_times.reading.copy()
 
     def whereabouts(self, keys: Sequence[bytes], sources: int) -> Whereabouts | None:
-        """Return the locations of these chunks, or None if a look-up in these sources misses."""
+        """Return these chunks' locations, or None if a look-up in these sources misses one."""
         return self._tiers.whereabouts(keys, sources)
 
     def unmoved(self, before: Whereabouts, keys: Sequence[bytes], sources: int) -> bool:
@@ -273,8 +269,8 @@ class ManagerCore:
         return self._tiers.unmoved(before, keys, sources)
 
     def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
-        """Record the end of a request that used `keys`. `ends` is as in `prepare_store`, except
-        that a key may appear twice."""
+        """Record the end of a request with `keys`. `ends` is as in `prepare_store`; keys may
+        repeat."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.touch(keys, ended=True)
         self._tiers.drain()  # write chunks that other engines have dropped
@@ -335,13 +331,13 @@ class ManagerCore:
         self._tiers.supersede(keys)
 
     def keep(self, keys: Sequence[bytes]) -> None:
-        """Make the provisional chunks among these ordinary ones, which are kept and written."""
+        """Turn provisional chunks among these into ordinary ones, which are kept and written."""
         self._tiers.keep(keys)
         self._tiers.drain()
 
     def cool(self, keys: Sequence[bytes]) -> None:
-        """Evict these chunks from the CPU tier next, the last one first, except chunks that several
-        requests have used."""
+        """Evict these chunks from the CPU tier next, last one first, unless several requests used
+        them."""
         self._tiers.cool(keys)
         self._tiers.drain()
 
@@ -356,8 +352,8 @@ class ManagerCore:
         priority: int,
     ) -> None:
         """Retain these chunks, and those that the session already retains, for `seconds`. `ends` is
-        as in `ended`. If the client's share is used up, the client's sessions of lower `priority`
-        (1 to 100) retain less."""
+        as in `ended`. If the client's share is used up, its sessions of lower `priority` (1 to 100)
+        retain less."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.retain(keys, *session, int(self._clock()) + seconds, priority)
         self._is_unsaved = self.capacity.pool_slots_total > 0
@@ -382,7 +378,7 @@ class ManagerCore:
         return [SessionsCommand(content)]
 
     def _restore_sessions(self, saved: SavedSessions, entries: AdoptedEntries) -> None:
-        """Retain again what an earlier process retained, if it was adopted and has time left."""
+        """Retain the adopted chunks of an earlier process's sessions that have time left."""
         now, wall = int(self._clock()), int(self._wall_clock())
         order = np.argsort(entries.generations)
         at = np.searchsorted(entries.generations, saved.generations, sorter=order)
@@ -497,8 +493,7 @@ class ManagerCore:
             urgency = Urgency.URGENT if reason is Reason.RELOAD else Urgency.PREFETCH
             commands.append(FetchCommand(op.number, columns_of(fetches), urgency))
         if foreign is not None and borrows:
-            # Regions of engines that no longer exist are closed in the next step, because this
-            # step's loads may still use them.
+            # Close regions of vanished engines in the next step: this step's loads may use them.
             self._unsent += map(DetachCommand, foreign.take_detachments())
         return commands
 
@@ -566,7 +561,6 @@ class ManagerCore:
         failed: list[int],
         ended: bool,
     ) -> None:
-        """Apply the effects of a report on `op`, as `Tiers.report` returned them."""
         if lost:
             self._holds.lost(batch, lost)
         if op.kind is OpKind.FETCH:
@@ -664,7 +658,7 @@ class ManagerCore:
 
     @property
     def counters(self) -> Counts:
-        """The counts of events since the start, by the series of `metrics.COUNTERS`."""
+        """The counts of events since the start, by series (`metrics.COUNTERS`)."""
         for series, amount in zip(_NATIVE_COUNTS, self._tiers.take_counts(), strict=True):
             if amount:
                 self._counters[series] += amount
@@ -722,11 +716,9 @@ class ManagerCore:
         return any(op.kind is OpKind.STORE for op in self._ledger)
 
     def reset(self, *, same_weights: bool = False) -> bool:
-        """Drop every entry, on disk too. Slots become free as the ranks release them.
-
-        With `same_weights`, later chunks keep the share tag of the dropped ones. Return False if
-        nothing was left to drop and a reset is already queued.
-        """
+        """Drop every entry, on disk too. Slots become free as the ranks release them. With
+        `same_weights`, later chunks keep the share tag. Return False if nothing was left to drop
+        and a reset is already queued."""
         tag = self._shared_tag if same_weights else self._tag if self._is_named else b""
         last = self._unsent[-1] if self._unsent else None
         if isinstance(last, ResetCommand) and _tag_of(last) == tag and not self._tiers:
@@ -751,7 +743,7 @@ class ManagerCore:
     # -- gauges -----------------------------------------------------------------------
 
     def gauges(self) -> dict[Series, float]:
-        """Return gauges by the series of `metrics.GAUGES`; other names serve leak checks."""
+        """Return gauges by series (`metrics.GAUGES`); other names serve leak checks."""
         tiers = self._tiers
         retained_cache, retained_pool = tiers.retained
         return {
@@ -801,7 +793,6 @@ class ManagerCore:
         return self._holds.keys(self._tiers)
 
     def entries(self) -> list[Entry]:
-        """Return all entries, for inspection."""
         return [
             Entry(State(state), generation, cache, place, key)
             for state, generation, cache, place, key in self._tiers.entries()

@@ -28,8 +28,8 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 #: The configured name of the eviction policy that credits the reuse of chunks (`Recency`).
 CREDITED = "credited_lru"
-#: The credit for each reuse of a chunk, in uses, as a multiple of the tier's slots. A request
-#: touches each of its chunks about three times.
+#: The credit per reuse of a chunk, in uses, as a multiple of the tier's slots. A request touches
+#: each chunk about three times.
 CREDIT_SHARE = 2.0
 
 
@@ -94,9 +94,9 @@ class CoreConfig:
         object.__setattr__(self, "full_attention_only", only)
 
     def tokens_in(self, slots: int, set_sizes: Sequence[int] = ()) -> int:
-        """Return the tokens that this many slots hold, excluding the windows and states of
-        boundaries. `set_sizes` is, by group, the number of ranks that share one copy of a chunk;
-        empty if each rank has its own."""
+        """Return the tokens that these slots hold, without windows and states. `set_sizes` is, by
+        group, the number of ranks that share one copy of a chunk; empty if each rank has its own.
+        """
         dense = self._dense or (self.groups[leading(self.groups)],)
         sizes = [set_sizes[self.groups.index(group)] if set_sizes else 1 for group in dense]
         per_slot = [group.tokens_per_chunk * size for group, size in zip(dense, sizes, strict=True)]
@@ -119,8 +119,9 @@ class CoreConfig:
 @dataclass(frozen=True, slots=True)
 class Capacity:
     """The slots that every rank has, and their common shape. `pool_slots` is by target.
-    `group_bytes` is, by group, the bytes of a chunk on the rank where they are most. `set_sizes`
-    is, by group, the number of ranks with equal bytes, which together store one copy of a chunk."""
+    `group_bytes` is, by group, the bytes of a chunk on the rank where chunks are largest.
+    `set_sizes` is, by group, the number of ranks with equal bytes, which together store one copy of
+    a chunk."""
 
     cache_slots: int
     pool_slots: tuple[int, ...]
@@ -152,13 +153,11 @@ class Agreement:
     capacity: Capacity
     #: The places are in range and ascending. If a key has several, the lowest one is adopted.
     entries: AdoptedEntries
-    #: The number of entries on the rank that found the most, less the adopted ones.
-    unadopted: int
+    unadopted: int  # the number of entries on the rank that found the most, minus the adopted ones
     notes: tuple[str, ...] = ()
     #: The share tag at the start; empty if no later start may adopt the chunks written.
     tag: bytes = b""
-    #: The sessions file of an earlier process.
-    sessions: bytes = b""
+    sessions: bytes = b""  # the sessions file of an earlier process
 
 
 def agree(hellos: Sequence[RankHello]) -> Agreement:
@@ -179,8 +178,8 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
     tag = first.tag if len({h.tag for h in hellos}) == 1 else b""
     shapes = {(h.engine_index, h.keyspace, h.target_count) for h in hellos}
     if len(shapes) > 1:
-        # Slot numbers then mean different places on different ranks. This is harmless for new
-        # chunks, but would be fatal for adopted ones.
+        # Slot numbers then mean different places on different ranks: harmless for new chunks, but
+        # fatal for adopted ones.
         note = f"the ranks opened different pools {sorted(shapes)}: nothing is adopted"
         return Agreement(capacity, AdoptedEntries(), found, (note,))
     entries, found, lost = _adopted(hellos, dict(zip(groups, capacity.set_sizes, strict=False)))
@@ -205,11 +204,9 @@ def _adopted(
     hellos: Sequence[RankHello], set_sizes: Mapping[Group, int]
 ) -> tuple[AdoptedEntries, int, int]:
     """Return the entries found on all ranks that must have them, the number of entries on the rank
-    that found the most, and the number of the first rank's entries that are not adopted.
-
-    A chunk with a copy on every rank must be on all ranks; a chunk with one copy per set must be on
-    the same member of every set.
-    """
+    that found the most, and the number of the first rank's entries that are not adopted. A chunk
+    with a copy on every rank must be on all ranks; one copy per set must be on the same member of
+    every set."""
     all_holders = [[_of_member(_in_order(hello.adopted), EVERY_MEMBER) for hello in hellos]]
     for size in sorted(set(set_sizes.values()) - {1}):
         ids = [group.group_id for group, of_group in set_sizes.items() if of_group == size]

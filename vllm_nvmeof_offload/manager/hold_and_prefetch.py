@@ -4,8 +4,8 @@
 `ReloadScheduler` chooses the chunks for two kinds of requests:
 
 * Preempted requests: cached chunks are held and the others fetched, within `reload_cache_share`.
-  Requests with the fewest remaining chunks precede, so that as many as possible become ready soon;
-  but requests that have waited for `_PATIENCE_S` precede all others.
+  Requests with the fewest remaining chunks are served first, because they are ready soonest, but
+  requests that have waited for `_PATIENCE_S` precede all others.
 * New requests in vLLM's queue: their chunks in the pool are fetched in queue order, within
   `prefetch_cache_share`.
 
@@ -42,11 +42,10 @@ class Reason(enum.IntEnum):
 _ENDS = ("used", "wasted", "cancelled", "failed", "probe")
 #: The share of the slots that always stays evictable, so that new chunks find room.
 _ROOM_SHARE = 0.125
-#: Shorter requests do not overtake a preempted request that has waited this long.
-_PATIENCE_S = 5.0
+_PATIENCE_S = 5.0  # shorter requests do not overtake a preempted request that has waited this long
 #: The interval between checks of whether a preempted request's chunks are still in GPU memory.
 _LOOK_AGAIN_S = 0.05
-#: The most chunks that one `turn` examines, in about 1 ms: so that bytes limit the fetches.
+#: The most chunks that one `turn` examines, which takes about 1 ms; bytes limit the fetches first.
 LOOKS_MAX = 4096
 #: The most queries to vLLM about chunks in GPU memory: per `turn`, and per request.
 _QUESTIONS_MAX, _QUESTIONS_OF_ONE_MAX = 256, 64
@@ -55,8 +54,7 @@ _FETCH_BYTES_MAX = 256 << 20
 _FETCHES_MIN = 4
 _PROBES_MAX = 4
 
-#: A request's place in vLLM's queue; the lowest is served first.
-Order = tuple[float, ...]
+Order = tuple[float, ...]  # a request's place in vLLM's queue; the lowest is served first
 #: A function that returns whether the n-th followed chunk is still in GPU memory.
 InGpu = Callable[[int], bool]
 #: A function that cancels rows of a fetch, which is given by its number.
@@ -79,8 +77,6 @@ def count_fetches(holds: Holds, counters: Counts) -> None:
 
 @dataclass(slots=True, eq=False)
 class _Want:
-    """A waiting request."""
-
     request_id: str
     count: int  # the number of chunks: full prefix, then windows and states
     wanted: Wanted
@@ -161,7 +157,8 @@ class ReloadScheduler:
 
     def looked_up(self, request_id: str, local_chunks: int) -> None:
         """Record that vLLM's look-up found the request's first `local_chunks` chunks in GPU memory.
-        If skipped chunks have left it, examine all chunks from the first skipped one again."""
+        If skipped chunks are no longer there, examine all chunks from the first skipped one on
+        again."""
         want = self._wants.get(request_id)
         if want is None or want.skipped is None or local_chunks > want.skipped_last:
             return

@@ -39,8 +39,7 @@ class Op:
     lost: int = field(default=0, init=False)  # the number of `tokens` that failed so far
     predicted_s: float = field(default=0.0, init=False)  # as in `Decision`
     record: LoadRecord | None = field(default=None, init=False)  # part of the request's record
-    #: Whether this is a fetch only for measurement.
-    probe: bool = field(default=False, init=False)
+    probe: bool = field(default=False, init=False)  # whether this is a fetch only for measurement
     #: For a load or fetch: the seconds that the model had spent on prompts when the op began.
     prompts_s: float = field(default=0.0, init=False)
 
@@ -85,7 +84,6 @@ class Ledger:
         return self._ops[number]
 
     def named(self, numbers: Iterable[int]) -> list[Op]:
-        """Return the ops with these numbers, which are named in reports."""
         try:
             return [self._ops[number] for number in numbers]
         except KeyError as over:

@@ -41,14 +41,12 @@ import numpy as np
 from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 
-#: Prevents noise from changing the decision with each request.
-_HYSTERESIS = 1.25
+_HYSTERESIS = 1.25  # prevents noise from changing the decision with each request
 #: The weight of a load's sample in the slowness, and of a probe's if trust allows it.
 _NEWEST = 1 / 2
 #: A lower bound, because loads that overlap with prompts for a while will not always do so.
 _SLOWNESS_MIN = 0.5
-#: The slowness of a load that did not complete and had no prediction.
-_SLOWNESS_LOST = 16.0
+_SLOWNESS_LOST = 16.0  # the slowness of a load that did not complete and had no prediction
 #: With the least trust, hundreds of probes separate two loads that are cut off after twice their
 #: computing time. Such loads then cost a few percent of all computing.
 _TRUST_MIN = 1 / 512
@@ -61,9 +59,9 @@ _LIMIT_S_MIN = 0.25
 
 @dataclass(frozen=True, slots=True)
 class Find:
-    """A look-up's hit. `leading_cpu` is the number of leading chunks that the CPU tier has. The
-    other fields concern the chunks after these: `read_bytes` are the bytes to read, by lane;
-    `queued_bytes` are those that other loads still have to read; a load covers `tokens`."""
+    """A look-up's hit. `leading_cpu` is the number of leading chunks that the CPU tier has. For the
+    chunks after these, `read_bytes` are the bytes to read, by lane, and `tokens` are those that a
+    load covers. `queued_bytes` are the bytes that other loads still have to read, by lane."""
 
     leading_cpu: int
     read_bytes: Sequence[int]
@@ -107,8 +105,8 @@ class Attempt:
 
 class Admission:
     """The decisions for one core, and the estimates behind them. All bytes are those of one rank,
-    by lane. `read_rates` is the slowest rank's measured bytes per second, by lane, or 0 if unknown;
-    the caller updates it."""
+    by lane. `read_rates`, which the caller updates, is the slowest rank's bytes per second; 0 if
+    unknown."""
 
     def __init__(self, config: CoreConfig, read_rates: Sequence[float]) -> None:
         self.automatic = config.admission
@@ -117,8 +115,7 @@ class Admission:
         self.prefill_rate, self.prefill_depth = 0.0, 0.0
         #: The measured seconds that each preceding token adds to the time for a token.
         self.depth_s = 0.0
-        #: The measured seconds that a step takes without prompts.
-        self.step_s = 0.0
+        self.step_s = 0.0  # the measured seconds that a step takes without prompts
         self.slowness = 1.0
         #: Whether the last decision was to read the pool, and no load has been too slow since.
         self.reading = True
@@ -130,8 +127,8 @@ class Admission:
         return sum(self.read_rates)
 
     def token_s(self, tokens: int, before: int) -> float:
-        """Return the seconds per token for computing `tokens` that follow `before` others. The
-        prefill rate must be known."""
+        """Return the seconds per token for `tokens` that follow `before` others, at a known prefill
+        rate."""
         return 1 / self.prefill_rate + self.depth_s * (before + tokens / 2 - self.prefill_depth)
 
     def compute_s(self, tokens: int, before: int) -> float:
@@ -145,8 +142,8 @@ class Admission:
         tokens: int,
         before: int = 0,
     ) -> Decision:
-        """Decide whether to read these bytes, after the queued ones, or to compute the tokens,
-        which follow `before` others."""
+        """Decide whether to read these bytes, after the queued ones, or to compute `tokens` after
+        `before` others."""
         if not self.automatic or not self.prefill_rate or not any(read_bytes):
             return Decision(load=True)
         compute_s = self.compute_s(tokens, before)
@@ -241,8 +238,8 @@ class LoadTimes:
         return [op.number for op in overdue]
 
     def loaded(self, op: Op) -> tuple[float, bool]:
-        """Record a load on which every rank has reported an outcome. Return its seconds and whether
-        it was cut off."""
+        """Record a load with an outcome from every rank. Return its seconds and whether it was cut
+        off."""
         limit_s = self._limits_s.pop(op, None)
         seconds, was_cut_off = self._waited_s(op), limit_s == math.inf
         if not op.reads:
@@ -257,7 +254,7 @@ class LoadTimes:
         return seconds, was_cut_off
 
     def probed(self, op: Op) -> None:
-        """Record a probe on which every rank has reported an outcome."""
+        """Record a probe with an outcome from every rank."""
         assert op.batch is not None
         came, missed = op.batch.came(False)
         if came or missed:

@@ -29,8 +29,7 @@ if TYPE_CHECKING:
 
 #: A decision on a cached answer is made again after this time, because rates and queues change.
 _DECIDE_AGAIN_S = 0.05
-#: The minimum interval between two log lines on admission.
-_LOG_PERIOD_S = 60.0
+_LOG_PERIOD_S = 60.0  # the minimum interval between two log lines on admission
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,7 @@ class Question:
 class Answer:
     """A look-up's answer. `found` is the number of tokens, or None if vLLM delays the request.
     `hits` and `misses` are keys. `later`: the load may continue during later steps. `keep`: the
-    answer may be cached. `whereabouts` records where the hits are; None if one of them now misses.
+    answer may be cached. `whereabouts` is where the hits are, or None if one of them now misses.
     The other fields record admission's decision."""
 
     question: Question
@@ -84,15 +83,14 @@ class Answer:
     reading: bool = True  # admission's state after the decision
 
 
-#: vLLM's own look-up of a request.
-Ask: TypeAlias = Callable[[Question], Answer]
+Ask: TypeAlias = Callable[[Question], Answer]  # vLLM's own look-up of a request
 
 
 @dataclass(slots=True)
 class _LookedUp:
     """A request between its first look-up and its GPU blocks. `answers` is by set of sources,
-    `last` is the question of the last real look-up, and `boundary` is the number of tokens up to
-    the end of the last hit."""
+    `last` the question of the last real look-up, `boundary` the number of tokens up to the last
+    hit's end."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
     last: Question | None = None
@@ -101,10 +99,8 @@ class _LookedUp:
 
 
 class RequestLookUps:
-    """The look-ups of all requests, on one thread on the scheduler's side.
-
-    `offered` is called with each look-up's outcome: (request, local tokens, tokens to load).
-    `helpers_of` is as in `LoadCommand`.
+    """The look-ups of all requests, on the scheduler's thread. `offered` is called with each
+    look-up's outcome: (request, local tokens, tokens to load). `helpers_of` is as in `LoadCommand`.
     """
 
     def __init__(
@@ -177,9 +173,8 @@ class RequestLookUps:
         return answer
 
     def decide(self, request_id: str, answer: Answer) -> Attempt:
-        """Decide whether to load what a look-up in all sources found after the tokens in GPU
-        memory. If not, the caller must look up the request in the CPU tier only, and then call
-        `declined`."""
+        """Decide whether to load what a look-up in all sources found. If not, the caller must look
+        up the request in the CPU tier only, and then call `declined`."""
         local, found = answer.question.local, answer.found or 0
         known = self._requests.setdefault(request_id, _LookedUp())
         self._core.reload.looked_up(request_id, local // self.tokens_per_chunk if self.full else 0)
@@ -261,7 +256,6 @@ class RequestLookUps:
         return declined
 
     def _log_change(self) -> None:
-        """Log a change of admission's decision on the pool, at most once per period."""
         admission = self._core.admission
         reading, logged_s = self._logged
         now_s = self._clock()

@@ -12,15 +12,13 @@ from dataclasses import dataclass
 #: A step counts for the prefill rate if it computes at least this many prompt tokens per decode,
 #: and four times as many in total; otherwise decodes or the step's fixed cost dominate its time.
 _DECODE_TOKENS_MAX = 16
-#: The decay of the weight of older samples per new sample.
-_KEPT = 0.8
+_KEPT = 0.8  # the factor by which the weight of older samples decays with each new sample
 #: The slope is fitted only if the standard deviation of the depths is at least this share of the
 #: largest step's tokens.
 _DEPTHS_APART = 0.25
 #: The largest share of a token's measured time that is attributed to the tokens before it.
 _SLOPE_SHARE_MAX = 0.9
-#: The most steps between scheduling and output; beyond this, outputs were missed.
-_AHEAD_MAX = 8
+_AHEAD_MAX = 8  # the most steps between scheduling and output; beyond this, outputs were missed
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +91,7 @@ class StepMeter:
         self, tokens: Mapping[str, int], computed: Callable[[], Mapping[str, int]] = dict
     ) -> None:
         """Record a scheduled step. `tokens` are its tokens by request. `computed` returns the
-        number of tokens before these, by request; it is called only for steps that count for the
+        number of tokens before these, by request; it is called only if the step counts for the
         prefill rate."""
         prefill = {one: count for one, count in tokens.items() if count > _DECODE_TOKENS_MAX}
         total, prompts = sum(tokens.values()), sum(prefill.values())
@@ -124,7 +122,6 @@ class StepMeter:
             self._count(step.tokens, step.depth, seconds / step.tokens)
 
     def _count(self, tokens: int, depth: float, token_s: float) -> None:
-        """Include one of the largest steps in the sums."""
         sample = 1, depth, token_s, depth * depth, depth * token_s
         pairs = zip(self._sums, sample, strict=True)
         self._sums = [_KEPT * known + tokens * new for known, new in pairs]

@@ -83,8 +83,7 @@ class ResumeCounter:
         return min(computed.tokens, max(0, tokens - 1) if computed.drafted else tokens)
 
     def offered(self, request_id: str, local: int, found: int) -> None:
-        """Record a look-up that found `local` tokens in GPU memory and `found` more to load. The
-        last look-up counts."""
+        """Record that a look-up found `local` tokens in GPU memory and `found` more to load."""
         if request_id in self._preempted:
             self._offered[request_id] = (local, found)
 
@@ -106,8 +105,7 @@ class ResumeCounter:
         return True
 
 
-#: The minimum interval between two log lines on suspended requests.
-_LOG_PERIOD_S = 60.0
+_LOG_PERIOD_S = 60.0  # the minimum interval between two log lines on suspended requests
 
 
 class WaitingRequests:
@@ -178,8 +176,8 @@ class WaitingRequests:
     def _log(
         self, request_id: str, attempt: Attempt | None, end: int, loaded: int, beyond: int
     ) -> None:
-        """Record the request's start. `end` is the number of tokens up to the end of the hit, and
-        `beyond` is as in `_beyond`."""
+        """Record the request's start. `end` is the position after the hit, and `beyond` is as in
+        `_beyond`."""
         local = end if attempt is None else attempt.local
         start = Start(
             tokens=self._num_tokens(request_id),
@@ -197,8 +195,7 @@ class WaitingRequests:
         self._core.request_log.started(request_id, start)
 
     def _beyond(self, request_id: str, found: int) -> int:
-        """Return the tokens after the boundary that the tiers have only as full attention, without
-        windows or states to resume from."""
+        """Return the tokens found after the boundary, without windows or states to resume from."""
         limit, keys_by_group = self._num_tokens(request_id), self._queue.keys_of(request_id)
         if keys_by_group is None:
             return 0
@@ -206,7 +203,6 @@ class WaitingRequests:
         return boundary.full_prefix(groups, keys_by_group, found, limit, present) - found
 
     def keys(self, request_id: str) -> list[bytes]:
-        """Return all offload keys that a request has so far."""
         by_group = self._queue.keys_of(request_id) or ()
         return list(itertools.chain.from_iterable(by_group))
 
@@ -241,7 +237,7 @@ class WaitingRequests:
             self._follow(request, self.resumes.computed(request_id), None)
 
     def _follow(self, request: Any, tokens: int, order: Order | None) -> None:
-        """Hold and fetch chunks for a waiting request that could load up to `tokens`."""
+        """Hold and fetch chunks for a waiting request that could load up to `tokens` tokens."""
         keys_by_group = self._queue.keys_of(request.request_id)
         if keys_by_group is None:
             return
@@ -284,8 +280,8 @@ class Suspension:
         self._announced = False  # whether the start was logged, so that the end will be too
 
     def begin(self, call: str, requests: Iterable[str], *, known: bool) -> None:
-        """Suspend `requests`, which had KV when vLLM called the method `call`. It changes weights
-        (`known`) or may do so."""
+        """Suspend `requests`, which had KV when vLLM called the method `call`. The method changes
+        weights (`known`) or may do so."""
         self.requests = set(requests)
         self._began_s = self._clock()
         if self._began_s - self._logged_s < _LOG_PERIOD_S:

@@ -30,8 +30,7 @@ _FORGET_BATCH = 1024
 
 
 class StoreThreshold:
-    """A counter of sightings. A chunk is stored on its n-th sighting, as with vLLM's own
-    `store_threshold`.
+    """A counter of sightings: a chunk is stored on its n-th, as with vLLM's own `store_threshold`.
 
     A sighting is one offer to store a chunk (`prepare_store`). vLLM makes one per request for each
     of its chunks, whether it computed the chunk or found it in GPU memory. Look-ups and a request's
@@ -68,8 +67,8 @@ class StoreThreshold:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The chunks of one request to store. `ends` are the request's tokens up to each chunk's end;
-    `positions` are those of the chunks' groups."""
+    """The chunks of one request to store. `ends` are the request's tokens up to each chunk's end,
+    and `positions` are the positions of the chunks' groups."""
 
     keys: list[bytes]
     ends: npt.NDArray[np.int64]
@@ -185,7 +184,6 @@ class BoundaryStores:
         return last // self._unit_tokens * self._unit_tokens
 
     def _supersede_old(self, request: _Request) -> None:
-        """Supersede the chunks that the last boundary does not need."""
         old: list[bytes] = []
         for position, chunks in request.provisional.items():
             first = request.boundary - self._reach_tokens[position]
@@ -195,7 +193,6 @@ class BoundaryStores:
             self._supersede(old)
 
     def _keep_last(self, request: _Request) -> None:
-        """Make the last boundary's chunks lasting."""
         kept: list[bytes] = []
         for chunks in request.provisional.values():
             while chunks and chunks[0][0] <= request.boundary:

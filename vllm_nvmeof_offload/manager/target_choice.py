@@ -31,8 +31,7 @@ class Targets:
         #: By target: the read and write rates of the slowest rank, in bytes/s; 0 if unknown.
         self.read_rates = [0.0] * count
         self.write_rates = [0.0] * count
-        #: Targets that some rank cannot use.
-        self.suspects: set[int] = set()
+        self.suspects: set[int] = set()  # targets that some rank cannot use
         self._tiers = tiers
         self._rates: list[dict[int, RateReport]] = [{} for _ in range(count)]  # by rank
         self._verdicts: list[dict[int, VerdictReport]] = [{} for _ in range(count)]  # by rank
@@ -54,7 +53,6 @@ class Targets:
         return [max(indices, default=0) for indices in by_target]
 
     def rate(self, report: RateReport) -> None:
-        """Record one rank's measurement of one target."""
         ranks, target = self._rates[report.target], report.target
         ranks[report.rank] = report
         self.read_rates[target] = min(one.read_bytes_per_s for one in ranks.values())

@@ -75,8 +75,8 @@ class MetricsCollector:
         return {s: value for s, value in self._shown.items() if before.get(s) != value}
 
     def snapshot(self) -> tuple[Mapping[Series, float], Mapping[Series, float]]:
-        """Return all counters and gauges as last taken. Safe on any thread: nothing changes these
-        mappings later."""
+        """Return all counters and gauges as last taken. Safe on any thread: the mappings never
+        change."""
         return self._uncounted | self._counted, self._shown
 
     def _gauges(self) -> dict[Series, float]:
@@ -133,8 +133,7 @@ def config_labels(hellos: Sequence[RankHello], policies: CoreConfig) -> dict[str
     }
 
 
-#: The start line warns if a larger share of the slots' bytes is unused.
-_UNUSED_MAX = 0.25
+_UNUSED_MAX = 0.25  # the start line warns if a larger share of the slots' bytes is unused
 
 
 def start_line(

@@ -23,8 +23,7 @@ BEAT_IDLE_S = 1.0
 #: If a peer has sent nothing for this long, its open reads are retried elsewhere, and nothing
 #: more is requested from it until it sends something.
 STALLED_S = 0.5
-#: A peer that has sent nothing for this long is lost.
-SILENT_S = 3.5
+SILENT_S = 3.5  # a peer that has sent nothing for this long is lost
 
 
 class SlotMemory(NamedTuple):
@@ -48,8 +47,8 @@ class SlotMemory(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Common:
     """The facts that two peers must have in common, in addition to the share tag. `secret` is the
-    share secret, or empty. `replica` is the index of one of a server's `replicas`; these two may
-    differ between peers."""
+    share secret, or empty. `replica` is the index of one of a server's `replicas`; both may differ.
+    """
 
     keyspace: str
     rank: int
@@ -67,12 +66,10 @@ class Common:
 
 @dataclass(frozen=True, slots=True)
 class PeerRead:
-    """A chunk that the loading server wants from the slot at `place`.
-
-    `address` is that of a staging slot on the loading server, and of a serve slot on the helper.
-    `token` is the caller's number. Only a chunk with share tag `tag` is accepted. The attempt ends
-    at `deadline_s`, by `time.monotonic`.
-    """
+    """A chunk that the loading server wants from the slot at `place`. `address` is that of a
+    staging slot on the loading server, and of a serve slot on the helper. `token` is the caller's
+    number. Only a chunk with share tag `tag` is accepted. The attempt ends at `deadline_s`, by
+    `time.monotonic`."""
 
     token: int
     address: int

@@ -79,10 +79,8 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 _GREETING_S = 2.0
 _ZOMBIE_S = 1.0
-#: The time that a peer gets to open a region that it has not opened yet.
-_NOT_ATTACHED_S = 0.25
-#: The time for which ZMQ keeps a closed socket open to send pending messages.
-_BYE_MS = 100
+_NOT_ATTACHED_S = 0.25  # the time that a peer gets to open a region that it has not opened yet
+_BYE_MS = 100  # the time for which ZMQ keeps a closed socket open to send pending messages
 _ENDED = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
 LOST = io_error(errno.ENOTCONN)
 
@@ -116,7 +114,7 @@ class ClientCounts:
 
 
 class _SessionLostError(Exception):
-    """The reason to end the session, as text."""
+    """An exception that ends the session. Its text is the reason."""
 
 
 class _OtherSecretError(_SessionLostError):
@@ -224,8 +222,8 @@ class PeerClients(SessionThread):
         by_nixl: bool = True,
     ) -> None:
         """`addresses` lists each lane's peer, such as `tcp://10.0.0.7:7000`. Chunks may be written
-        into `memory`, and `view` is the same memory. With `by_nixl`, NIXL pulls the chunks if it
-        can; otherwise they arrive in messages."""
+        into `memory`, which `view` covers. With `by_nixl`, NIXL pulls chunks if it can; otherwise
+        they arrive in messages."""
         self.counts = ClientCounts()
         super().__init__("peer-clients", self._run, tag)
         self._common, self._memory = common, memory
@@ -644,7 +642,6 @@ class PeerClients(SessionThread):
         )
 
     def _say(self, lane: _Lane, text: str) -> None:
-        """Log a text unless it repeats the last one."""
         if text != lane.logged:
             lane.logged = text
             logger.info("peer %s: %s", lane.address, text)

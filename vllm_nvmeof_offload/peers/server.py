@@ -82,8 +82,7 @@ SESSIONS_MAX = 64
 CONNECTIONS_MAX = 2 * SESSIONS_MAX
 #: A slot stays lent, or a copy in flight, until this long after the read's deadline.
 _DONE_MORE_S = 1.0
-#: Without an event for this long, the thread sleeps even while slots are lent.
-_MOVING_S = 0.01
+_MOVING_S = 0.01  # without an event for this long, the thread sleeps even while slots are lent
 #: The most messages queued per connection and direction; to a peer, one more for each credit.
 _WAITING_MAX = 64
 #: A connection without an answer for this long is closed, and its queued messages are dropped.
@@ -402,7 +401,9 @@ class PeerServer(SessionThread):
                 self._transport = NixlTransport(self._memory)
             except (TransportError, ImportError) as error:
                 self._by_nixl = False
-                logger.warning("peers get chunks in messages: NIXL cannot be used: %s", error)
+                logger.warning(
+                    "peers get chunks in messages, because NIXL cannot be used: %s", error
+                )
         return self._transport.metadata if self._transport is not None else b""
 
     def _share(self) -> int:
@@ -515,8 +516,7 @@ class PeerServer(SessionThread):
         session.failed.append(failed_read(token, outcome))
 
     def _give_up(self, serving: _Serving, outcome: Outcome) -> None:
-        """Cancel a read that the peer no longer wants. If it has begun, it continues, and its
-        answer follows."""
+        """Cancel an unwanted read. If it has begun, it continues, and its answer follows."""
         if serving.stage is _Stage.QUEUED:
             del serving.session.open[serving.wanted.token]
             serving.session.queued_bytes -= serving.size_bytes

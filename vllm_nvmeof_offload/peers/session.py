@@ -57,8 +57,7 @@ from vllm_nvmeof_offload.io.base import Waker
 
 VERSION = 2
 MESSAGE_BYTES_MAX = 1 << 18
-#: More than CURVE adds to a frame: ZMQ's limit applies to the encrypted frame.
-CURVE_BYTES = 64
+CURVE_BYTES = 64  # more than CURVE adds to a frame: ZMQ's limit applies to the encrypted frame
 READS_MAX = 64  # in one message
 TOKENS_MAX = 1024  # in one message, and as credits of a session
 _ERROR_MAX = 200  # the most characters quoted from a frame
@@ -165,8 +164,8 @@ class Read(Message, tag="read"):
 
 class Ready(Message, tag="ready"):
     """Serve slots to pull from. `queued_bytes` are the bytes that the helper's storage must read
-    before this session's next read, at `bytes_per_s`. `credits` is the new number of credits, or 0
-    if unchanged."""
+    before this session's next read, at `bytes_per_s`. `credits` is their new number, or 0 if
+    unchanged."""
 
     lent: Annotated[list[Lent], Meta(max_length=TOKENS_MAX)]
     queued_bytes: _U64 = 0
@@ -223,7 +222,7 @@ def decode(raw: bytes) -> AnyMessage:
 
 
 class Channel:
-    """The numbering of a session's messages: sent ones get numbers, received ones are checked."""
+    """The numbers of a session's messages, set in sent messages and checked in received ones."""
 
     def __init__(self) -> None:
         self._sent = self._received = 0
@@ -268,10 +267,8 @@ def outcome_of_failed(one: FailedRead) -> Outcome:
 
 _SOON_S = 0.2
 _AGAIN_MAX_S = 2.0
-#: A listening thread's turn takes less than this, unless the thread cannot run.
-_TURN_S = 0.05
-#: The minimum length of the windows in which transfers are measured.
-_WINDOW_S = 0.02
+_TURN_S = 0.05  # a listening thread's turn takes less than this, unless the thread cannot run
+_WINDOW_S = 0.02  # the minimum length of the windows in which transfers are measured
 _NEW_SHARE = 0.3
 _RECENT_S = 5.0
 FRAMES_MAX = 256  # received before anything else is done
@@ -320,7 +317,6 @@ class BusyRate:
         self._seconds = 0.0
 
     def moves(self, now_s: float) -> None:
-        """Record that a transfer began at `now_s`."""
         if self._since_s is None:
             self._since_s = now_s
 
@@ -338,8 +334,8 @@ class BusyRate:
             self._bytes, self._seconds = 0, 0.0
 
     def recent(self, now_s: float) -> float:
-        """Return the rate, or 0 if nothing has moved for a while, so that a formerly slow peer is
-        tried again."""
+        """Return the rate, or 0 if nothing moved for a while, so that a formerly slow peer is tried
+        again."""
         return self.bytes_per_s if now_s - self._moved_s <= _RECENT_S else 0.0
 
     def stop(self) -> None:

@@ -64,11 +64,9 @@ def load_nixl() -> ModuleType:
 
 
 def why_no_pulls() -> str:
-    """Return the reason why no bytes can be pulled here, in one line; empty if they can be.
-
-    A separate process creates an agent, because an incompatible library may abort, and because NIXL
-    reports only then that its UCX has no driver for the RDMA device.
-    """
+    """Return the reason why no bytes can be pulled here, in one line; empty if they can be. A
+    separate process creates an agent, because an incompatible library may abort, and because NIXL
+    reports only then that its UCX has no driver for the RDMA device."""
     if not has_rdma():
         return "no RDMA port is active here"
     command = child_command("peers.transport")

@@ -69,11 +69,10 @@ def make_directory(path: Path) -> None:
 
 
 def open_private(path: Path, flags: int) -> int:
-    """Open a file that only its owner can write; a file created by `O_CREAT` has mode 0600. A wider
-    mode is narrowed, with a warning, unless the file is opened only for reading. The file must
-    belong to this user or, for root, may belong to the directory's owner. Never waits for another
-    process. Raises OSError if the file cannot be opened, with EPERM for a pipe or another user's
-    file."""
+    """Open a file that only its owner can write; `O_CREAT` creates it with mode 0600. A wider mode
+    is narrowed, with a warning, unless the file is opened only for reading. The file must belong to
+    this user or, for root, may belong to the directory's owner. Never waits for another process.
+    Raises OSError, with EPERM for a pipe or another user's file."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(fd)

@@ -110,14 +110,12 @@ SESSIONS_TEMPORARY = "sessions.new"
 LOCK_FILE = "lock"
 LEASE_FILE = "lease"
 
-#: The format's version, which is a fact of every keyspace.
-FORMAT_VERSION = 2
+FORMAT_VERSION = 2  # the format's version, which is a fact of every keyspace
 KEY_BYTES_MAX = 46
 FLAG_SINGLE_COPY = 8
 EPOCH_MAX = (1 << 32) - 1
 UUID_BYTES = 16
-#: The value of `Superblock.shared` for a region that the hosts of a group use.
-LEASED = 2
+LEASED = 2  # the value of `Superblock.shared` for a region that the hosts of a group use
 
 _CRC = struct.Struct("<I")  # also for any other u32
 _PAGE_CRC_AT = PAGE_BYTES - _CRC.size
@@ -127,12 +125,10 @@ assert HEADER_BYTES == PAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The epoch and tag of a write, fixed when the write is submitted.
-
-    A write that a reset overtakes must not get the new epoch, not even in its table entry. Chunks
-    with another `epoch` than the newest superblock's are ignored. `tag` is the share tag, 16 bytes;
-    a read accepts no other tag.
-    """
+    """The epoch and tag of a write, fixed when the write is submitted. A write that a reset
+    overtakes must not get the new epoch, not even in its table entry. Chunks with another `epoch`
+    than the newest superblock's are ignored. `tag` is the share tag, 16 bytes; a read accepts no
+    other tag."""
 
     epoch: int
     tag: bytes
@@ -154,14 +150,14 @@ def region_uuid(pool_uuid: bytes, target: int) -> bytes:
 
 def share_tag(keyspace: str, weights_version: bytes = b"") -> bytes:
     """Return the tag of the weights that compute a keyspace's chunks. `keyspace` is its digest,
-    which covers the weights that a server starts with. `weights_version` identifies weights that
-    replaced them; empty if none did."""
+    which covers the weights at the start. `weights_version` identifies later weights; empty for
+    none."""
     return hashlib.sha256(keyspace.encode("ascii") + b"\0" + weights_version).digest()[:TAG_BYTES]
 
 
 def client_of(salt: str) -> int:
-    """Return the client's number for this `cache_salt`, which may be empty: 32 bits of a digest,
-    never 0."""
+    """Return the client's number for a `cache_salt`, even an empty one: 32 bits of a digest, never
+    0."""
     digest = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:4]) or 1
 
@@ -214,12 +210,10 @@ Wanted = tuple[SlotIdentity, int, SlotPlace, bytes]
 def verify(
     slot: memoryview, identity: SlotIdentity, payload_bytes: int, place: SlotPlace, tag: bytes
 ) -> Outcome:
-    """Check that `slot` (uint8, header page + payload) holds `identity` at `place`.
-
-    Return OK if the payload holds the bytes that were sealed, STALE if the header is intact but has
-    another key, generation, length, place or tag, and CHECKSUM_MISMATCH if header or payload is
-    damaged, truncated or was never written.
-    """
+    """Check that `slot` (uint8, header page + payload) holds `identity` at `place`. Return OK if
+    the payload holds the bytes that were sealed, STALE if the header is intact but has another key,
+    generation, length, place or tag, and CHECKSUM_MISMATCH if header or payload is damaged,
+    truncated or was never written."""
     what = identity.key, identity.generation, payload_bytes
     return outcome_of(core.verify(np.frombuffer(slot, np.uint8), *what, *place, tag), 0)
 
@@ -242,8 +236,7 @@ _ENTRY = np.dtype(
 def encode_entry(
     slot: int, identity: SlotIdentity, epoch: int, *, single_copy: bool = False, client: int = 0
 ) -> bytes:
-    """Return the 64 bytes of an entry. The CRC covers `slot`, the slot's number. Raises ValueError
-    if the key does not fit."""
+    """Return the 64 bytes of an entry for `slot`. Raises ValueError if the key does not fit."""
     return core.encode_entry(slot, identity.key, identity.generation, epoch, single_copy, client)
 
 
@@ -301,8 +294,7 @@ SUPERBLOCK_MAGIC = b"vNVMeSB\0"
 GROUPS_MAX = 64
 _VERSION = struct.Struct("<8sI")
 _SUPERBLOCK_BODY = struct.Struct("<8sI16s32sQQQIIIIIB7x16sQQQQQIBxH16s")
-#: The superblock's fields after magic and version, in the order on disk. `flag` is unused; `groups`
-#: is the number of groups.
+#: The superblock's fields after magic and version, in order. `flag` is unused; `groups` is a count.
 _FIELDS = (
     *("uuid", "keyspace", "slot_bytes", "payload_bytes", "slots", "target_index"),
     *("target_count", "rank", "world_size", "epoch", "flag", "tag", "sequence"),
@@ -359,8 +351,8 @@ class Superblock:
     is the longest group's. `slots` is the number of slots on this target. `epoch` and `tag` are
     those of valid chunks. `sequence` counts the resets of the rank. `log_pages` is the length of
     the log (`pool.log`), or 0. `shared` is `LEASED` or 0. In a group, `lease_generation` is that of
-    the lease under which the superblock was written. Later releases use the other fields from
-    `table_offset` on.
+    the lease under which the superblock was written. The other fields from `table_offset` on are
+    for later releases.
     """
 
     uuid: bytes
@@ -400,9 +392,9 @@ class Superblock:
         return self.shared == LEASED
 
     def is_alike(self, other: Superblock) -> bool:
-        """Return whether chunks of one region can be used in the other, because the superblocks are
-        equal except for set sizes, log and lease. Set sizes may differ, because ranks that cannot
-        share memory at a start store extra copies."""
+        """Return whether chunks of one region can be used in the other: the superblocks are equal
+        except for set sizes, log and lease. Set sizes may differ, because ranks that cannot share
+        memory at a start store extra copies."""
         ours, theirs = (
             replace(one, groups=_unshared(one.groups), log_pages=0, shared=0, lease_generation=0)
             for one in (self, other)
@@ -457,8 +449,8 @@ class Superblock:
 
 
 def newest_of(superblocks: Sequence[Superblock]) -> Superblock | None:
-    """Return the superblock that decides for all targets of a rank: the one with the highest
-    sequence. Return None if there is none, or if several differ: servers that each had only some of
+    """Return the superblock with the highest sequence, which decides for all targets of a rank.
+    Return None if there is none, or if several differ, because servers that each had only some of
     the targets wrote them in an unknown order."""
     highest = max((one.sequence for one in superblocks), default=0)
     newest = [one for one in superblocks if one.sequence == highest]

@@ -69,10 +69,10 @@ class Keeper:
         self._page: LeasePage | None = None
         #: The start of the last renewal that found our name and ended before it was late.
         self._renewed_ns = permit.until_ns - self._permit_ns
-        #: The time at which this keeper, when late, first found our name, and no other name since.
+        #: The time at which this keeper, when late, first found our name, with no other since; 0 if
+        #: never.
         self._watched_ns = 0
-        #: Renewals that started before this time open no permit.
-        self._opens_ns = 0
+        self._opens_ns = 0  # renewals that started before this time open no permit
 
     def renew(self, io: PageIo, epoch: int) -> None:
         """Renew once, restore the page, or claim it again. Does nothing if the lease is lost.
@@ -131,8 +131,8 @@ class Region:
             self.lock.release()
 
     def order(self) -> Order | None:
-        """Return the order to renew the lease, or None if its target is lost and it is not a
-        group's. Safe on any thread."""
+        """Return the order to renew the lease. Return None without a group if the target is lost.
+        Safe on any thread."""
         lease, lock = self.lease, self.lock
         if lock is None and not lease.leasing.in_group:
             return None

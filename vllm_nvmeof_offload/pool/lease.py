@@ -101,8 +101,8 @@ class DirectoryLock:
     @classmethod
     def claim(cls, directory: Path, *, despite_flock: bool = False) -> DirectoryLock | None:
         """Lock the directory, and create its lock and lease files. Return None if another process
-        holds the lock. With `despite_flock`, its flock is ignored, because the lease has shown that
-        it no longer owns the region. Raises OSError if a file cannot be opened."""
+        holds the lock. `despite_flock` ignores its flock, because the lease has shown that it no
+        longer owns the region. Raises OSError if a file cannot be opened."""
         path = directory / LOCK_FILE
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -180,8 +180,7 @@ _CRC = struct.Struct("<I")
 _WORD_BYTES = 8
 #: A device may write less than a page at once, so a page is reread before it counts as damaged.
 _READS = 3
-#: The number of renewals of a group's region within one permit.
-_BEATS_PER_PERMIT = 3
+_BEATS_PER_PERMIT = 3  # the number of renewals of a group's region within one permit
 TAKEOVER_S = 30.0
 #: The number of renewals within `TAKEOVER_S` if only this host uses the file system.
 _BEATS_PER_TAKEOVER = 6
@@ -286,14 +285,14 @@ class LeasePage:
 
     @staticmethod
     def damaged(page: bytes) -> LeasePage:
-        """Return a stand-in for a damaged page, with an owner that no process has. A live owner
-        soon rewrites the page."""
+        """Return a stand-in for a damaged page, which a live owner soon rewrites. No process owns
+        it."""
         owner = hashlib.sha256(page).digest()[:OWNER_BYTES]
         return LeasePage(owner, 0, 0, 0, 0, "an unknown host", 0, "")
 
 
 class PageIo(Protocol):
-    """The access to one page; a test's implementation may be slow."""
+    """An interface to one page; a test's implementation may be slow."""
 
     def read(self) -> bytes:
         """Return the page, empty if there is none. Raises OSError."""
@@ -409,8 +408,7 @@ class Permit:
         return False
 
 
-#: The interval at which a waiting writer checks its permit.
-PERMIT_POLL_S = 0.01
+PERMIT_POLL_S = 0.01  # the interval at which a waiting writer checks its permit
 
 
 #: Never unmapped: a hung I/O thread may still read a limited permit after the pool is closed.
@@ -447,12 +445,9 @@ class Permits:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A claim to a region, which becomes its lease when `is_ours` is true.
-
-    `page` is the page that the claim wrote; `has_epoch` sets its epoch. `previous` is the page that
-    the claim found, which names the last owner, or None. `path` is the page's path, and `number` is
-    that of its permit. `clock` is like `boot_ns`.
-    """
+    """A claim to a region, which becomes its lease when `is_ours` is true. `page` is the page that
+    the claim wrote; `has_epoch` sets its epoch. `previous` is the page that the claim found, which
+    names the last owner, or None. `path` is the page's path, and `number` is that of its permit."""
 
     io: PageIo
     leasing: Leasing
@@ -475,9 +470,8 @@ class Lease:
         clock: Callable[[], int] = boot_ns,
         engine: str = "",
     ) -> Lease:
-        """Write our name into the page. `previous` is the page just read, whose owner is dead or
-        gone. The region is ours only when `is_ours` is true. Raises OSError if the page cannot be
-        written."""
+        """Write our name into the page. The region is ours only when `is_ours` is true. `previous`
+        is the page just read, whose owner is dead or gone. Raises OSError if the write fails."""
         page = LeasePage(
             owner=secrets.token_bytes(OWNER_BYTES),
             generation=1 + (previous.generation if previous is not None else 0),

@@ -55,8 +55,7 @@ _POSITION = struct.Struct("<QI")
 _RECORD_BYTES = 64
 _KIND_AT, _KINDS = 22, (1, 3)  # PUT, RESET
 _HEAD_BYTES = 64
-#: The number of pages read at a time.
-_PAGES_AT_ONCE = 256
+_PAGES_AT_ONCE = 256  # the number of pages read at a time
 assert _HEAD_BYTES + RECORDS_PER_PAGE * _RECORD_BYTES == PAGE_BYTES
 
 

@@ -60,10 +60,8 @@ from vllm_nvmeof_offload.pool.survey import FACTS_FILE, disk_bytes, find
 from vllm_nvmeof_offload.pool.takeover import POLL_S, Takeover, UnsettledError
 from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
-#: The most instances of one keyspace on one set of targets.
-INSTANCES_MAX = 64
-#: The leasing for a file system that only this host writes.
-LOCAL = Leasing(in_group=False)
+INSTANCES_MAX = 64  # the most instances of one keyspace on one set of targets
+LOCAL = Leasing(in_group=False)  # the leasing for a file system that only this host writes
 #: The longest wait of a claim for another claim, whose device may never answer.
 CLAIM_WAIT_S_MAX = 30.0
 
@@ -76,8 +74,8 @@ class PoolSpec:
     all targets. `payload_bytes` is the length of the longest group's payload. `groups` are the
     groups with stored chunks; if empty, one group with id 0. `engine_index` is the instance; None
     selects the first free one of r, r + n, r + 2n, … for replica r of n. The ranks of the engine
-    that `engine` names share an instance; if empty, any ranks do. If `o_direct` is "on", an error
-    is raised where "auto" falls back to buffered I/O. If `adopt` is False, stored chunks are
+    that `engine` names share an instance; if it is empty, any ranks do. If `o_direct` is "on", an
+    error is raised where "auto" falls back to buffered I/O. If `adopt` is False, stored chunks are
     ignored. If `named` is False, they are ignored too, and no superblock names the epoch of new
     ones, so that no later start adopts them. In a group (`leasing`), servers on other hosts use the
     same file system: a region is written under permits, its log bypasses the page cache if the slab
@@ -122,8 +120,8 @@ class PoolSpec:
 
     @property
     def slots_per_target(self) -> int:
-        """The slots, with table entries, for which a target's share of `pool_bytes` has space next
-        to the log."""
+        """The slots, with table entries, that fit into each target's share of `pool_bytes` beside
+        the log."""
         left = self.pool_bytes // len(self.targets) - self.log_pages_per_target * PAGE_BYTES
         return left // (self.slot_bytes + ENTRY_BYTES)
 
@@ -136,7 +134,7 @@ class PoolSpec:
 
 
 class Claim:
-    """The regions that we own, one per target and in the order of the targets, and their keeper."""
+    """The regions that we own, in the order of the targets, and their keeper."""
 
     def __init__(self, engine_index: int, regions: Sequence[Region], permits: Permits) -> None:
         self.engine_index = engine_index
@@ -146,13 +144,12 @@ class Claim:
         self._keeper = keep(regions, permits)
 
     def has_epoch(self, epoch: int) -> None:
-        """Record the regions' epoch in their leases."""
         for region in self.regions:
             region.lease.has_epoch(epoch)
 
     @property
     def permits(self) -> tuple[Permit, ...]:
-        """The permits by target, which state whether the region may be written now."""
+        """The permits to write the regions, by target."""
         return tuple(region.lease.permit for region in self.regions)
 
     @property
@@ -178,13 +175,10 @@ class Claim:
 
     @classmethod
     def make(cls, spec: PoolSpec) -> Claim:
-        """Claim instance `spec.engine_index`, or the first one that no other engine holds. If a
-        killed process still holds an instance, wait for it to exit.
-
-        Raises PoolLockedError if live processes hold the instance in `spec`, or all instances, or
-        if a host outside our group holds one. Raises PoolError if a directory cannot be created or
-        locked.
-        """
+        """Claim instance `spec.engine_index`, or the first one that no other engine holds, and wait
+        for killed processes that still hold it. Raises PoolLockedError if live processes hold the
+        instance in `spec`, or all instances, or if a host outside our group holds one. Raises
+        PoolError if a directory cannot be created or locked."""
         spaces = [_make_keyspace(target, spec.keyspace) for target in spec.targets]
         deadline = time.monotonic() + ENDING_WAIT_S_MAX
         logged = False
@@ -300,8 +294,8 @@ class _EndingError(Exception):
 
 def _candidates(spec: PoolSpec, space: Path) -> Iterable[int]:
     """Return instances in the order to try: first those with other ranks of the engine. In a group,
-    these are followed by the instances that this server held before, those without an owner, and
-    the others, least recently renewed first."""
+    those that this server held follow, then those without an owner, then the least recently
+    renewed."""
     if spec.engine_index is not None:
         return [spec.engine_index]
     every = range(INSTANCES_MAX) if spec.engine else ()
@@ -365,8 +359,7 @@ def _claim_all(
     engine: str = "",
 ) -> list[Region] | Path:
     """Claim all of these regions. If one has a live owner, claim none, and return the file that
-    names the owner. `permits` holds the leases' permits, by directory. `engine` is the engine's
-    name in the leases."""
+    names the owner. `permits` is by directory. `engine` is the engine's name in the leases."""
     locks: list[DirectoryLock] = []
     regions: list[Region] = []
     with contextlib.ExitStack() as undo:
@@ -387,9 +380,9 @@ def _claim_all(
 
 def _lock(directory: Path, leasing: Leasing, takeover: Takeover) -> DirectoryLock | Path:
     """Lock a region whose owner is dead or gone (`lease` has the rules), or return the file that
-    names a live owner. Raises PoolLockedError for a live owner on another host that is not in our
-    group, UnsettledError if it is not known yet whether the owner is alive, and OSError if a file
-    cannot be opened."""
+    names a live owner. Raises PoolLockedError for a live owner on another host outside our group,
+    UnsettledError if it is not known yet whether the owner lives, and OSError if a file cannot be
+    opened."""
     io, lock = lease_of(directory), DirectoryLock.claim(directory)
     with contextlib.ExitStack() as undo:
         undo.callback(lock.release if lock is not None else lambda: None)
@@ -492,7 +485,6 @@ def hold(directories: Sequence[Path]) -> Iterator[Callable[[], None]]:
 
 
 def _last_leasing(directory: Path) -> Leasing:
-    """Return the lease terms of the region's last owner."""
     page = read_lease(lease_of(directory))
     return LOCAL if page is None or not page.in_group else Leasing(page.name)
 
@@ -506,11 +498,9 @@ def give_to_owner(path: Path) -> None:
 
 
 def usable_bytes(targets: Sequence[Path], server: str = "") -> int:
-    """Return the bytes of this user's pools on `targets` that this server may use again.
-
-    Pools of live engines are left out, except those of `server`, which is the part of an engine's
-    name before the slash. A directory last held by another host counts as live, because that host
-    may be running.
+    """Return the bytes of this user's pools on `targets` that this server may use again. Pools of
+    live engines are left out, except those of `server`, the part of an engine's name before the
+    slash. A directory last held by another host counts as live, because that host may be running.
     """
     takeover, total = Takeover(), 0
     for one in find(filter(Path.is_dir, targets), ours=True):

@@ -50,11 +50,9 @@ __all__ = ["Background", "Pool", "PoolSpec"]
 
 class Background:
     """A fixed number of threads for calls that may block forever, such as on a lost target's files.
-
     Calls of one lane run in order, one at a time, so a hung lane occupies only one thread. A call
     waits until a thread is free; the caller bounds the number of waiting calls. All threads start
-    with the object, so a container's limit on threads can fail a start, but not a running server.
-    """
+    with the object, so a limit on threads can fail a start, but not a running server."""
 
     def __init__(self, name: str, threads: int) -> None:
         """Start the threads. Raises RuntimeError if the system allows no more."""
@@ -196,8 +194,7 @@ class Pool:
         self._slabs = slabs
         #: By target, the permit that states whether its region may be written now.
         self.permits = claim.permits
-        #: By target, the superblock that the target should have now.
-        self.superblocks = superblocks
+        self.superblocks = superblocks  # by target, the superblock that the target should have now
         #: The stamp of writes to a target that has the newest superblock.
         self.stamp = self._unnamed = stamp
         self._named = spec.named
@@ -237,10 +234,8 @@ class Pool:
     @classmethod
     def open(cls, spec: PoolSpec, on_progress: Progress | None = None) -> Pool:
         """Claim, check and preallocate files. `adopt` calls `on_progress` if it must read headers.
-
         Raises PoolLockedError, naming the owner, if a live process holds the directory, and
-        PoolError if a target cannot be used or has no space for one slot.
-        """
+        PoolError if a target cannot be used or has no space for one slot."""
         if spec.slots_per_target < 1:
             raise PoolError(
                 f"pool_bytes is {format_bytes(spec.pool_bytes)} for this rank: less than one slot "
@@ -266,8 +261,8 @@ class Pool:
         return slab.fd, slab.table_fd, slab.log_fd
 
     def log(self, target: int) -> LogFile:
-        """Return the target's log, and the page at which a new writer continues. Reads the whole
-        log. Raises OSError if it cannot be read."""
+        """Return the target's log, after reading all of it to find its next page. Can raise
+        OSError."""
         fd, pages = self._slabs[target].log_fd, self.superblocks[target].log_pages
         lease_generation = self.superblocks[target].lease_generation
         return LogFile(fd, pages, next_sequence(fd, pages) if pages else 0, lease_generation)
@@ -286,7 +281,7 @@ class Pool:
 
     def adopt(self) -> AdoptedEntries:
         """Return the chunks that an earlier process stored; none unless `spec.adopt`. Call once, at
-        start. A table that is missing, truncated or damaged is rebuilt from the slots' headers
+        start. A missing, truncated or damaged table is rebuilt from the slots' headers
         (`on_progress`)."""
         return adopt_entries(self._slabs, self._adopt_slots, self.superblocks, self._on_progress)
 
@@ -382,8 +377,7 @@ class Pool:
         self, target: int, slab: Slab | None, lock: DirectoryLock | None
     ) -> Callable[[], None]:
         """Serve `target` from another slab, or not at all if `slab` is None. Return a function that
-        closes the old files. Call it when no operation uses them any more, on a thread that nothing
-        waits for."""
+        closes the old files. Call it after their last use, on a thread that nothing waits for."""
         slab = slab or Slab(self.directories[target], (-1, -1, -1, -1))
         # A thread that hangs in the old files is abandoned. The superblock that waits for it is
         # cancelled, because the prober updates the new files.
@@ -404,12 +398,10 @@ class Pool:
         return close
 
     def close(self, abandon: bool = False) -> None:
-        """Close the files and release the claim.
-
-        `abandon`: an engine's thread still hangs in the kernel, so every descriptor stays open
-        until the process exits. Otherwise its number could be reused for another file. A hung
-        superblock write has the same effect, because no other owner may take over until it ends.
-        """
+        """Close the files and release the claim. With `abandon`, an engine's thread still hangs in
+        the kernel, so every descriptor stays open until the process exits, or its number could be
+        reused for another file. A hung superblock write has the same effect: no other owner may
+        take over before it ends."""
         if self._closed:
             return
         abandon = abandon or self._is_writing()

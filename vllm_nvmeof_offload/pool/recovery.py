@@ -78,13 +78,10 @@ def adopt_entries(
     superblocks: Sequence[Superblock],
     on_progress: Progress | None = None,
 ) -> AdoptedEntries:
-    """Return the chunks that can be looked up again, in ascending order of places.
-
-    `counts` is, by target, the number of slots that an earlier process may have written and that
-    still exist. `superblocks` is by target. Entries are skipped if they cannot be recovered, or if
-    they belong to another epoch or to a group that the superblock lacks. A key can be in several
-    places.
-    """
+    """Return the chunks that can be looked up again, in ascending order of places. By target,
+    `counts` is the number of slots that an earlier process may have written and that still exist.
+    Entries are skipped if they cannot be recovered, or if they belong to another epoch or to a
+    group that the superblock lacks. A key can be in several places."""
     parts: list[_Found] = []
     for slab, count, superblock in zip(slabs, counts, superblocks, strict=True):
         raw = read_table(slab.table_fd, min(count, slab.table_slots_found))
@@ -193,9 +190,8 @@ def _recover(
     superblock: Superblock,
     on_progress: Progress | None,
 ) -> None:
-    """Read the header pages of the slots `indices`, and repair the table from them. In `raw`
-    (uint8[slots * 64], the table as read), these slots get the repaired entries of chunks to adopt,
-    or zeros."""
+    """Read the header pages of the slots `indices`, and repair the table. In `raw` (uint8[slots *
+    64], the table as read), these slots get the entries of chunks to adopt, or zeros."""
     rows = raw.reshape(-1, ENTRY_BYTES)
     rows[indices] = 0
     done = 0

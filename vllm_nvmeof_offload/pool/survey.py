@@ -91,9 +91,9 @@ class Surveyed:
 
 
 def find(targets: Iterable[Path], ours: bool = False) -> list[RankDirectory]:
-    """Return every rank directory on `targets`, sorted by name. Links are not followed. `ours`
-    omits other users' directories. Raises PoolError if a target is not a directory, or a directory
-    in it cannot be listed."""
+    """Return every rank directory on `targets`, sorted by name, without following links. `ours`
+    omits other users' directories. Raises PoolError if a target is no directory or cannot be
+    listed."""
     uid = os.geteuid() if ours else None
     found: list[RankDirectory] = []
     for target in targets:
@@ -173,9 +173,8 @@ def survey(directories: Sequence[RankDirectory]) -> list[Surveyed]:
 
 
 def unused_keyspaces(parts: Sequence[Surveyed], now_s: float) -> dict[str, float]:
-    """Return, by keyspace, the seconds since a server last used one of the surveyed regions. Tools
-    that change a pool count as servers. Keyspaces with a live owner, a reader or an unknown age are
-    omitted. `now_s` is Unix time."""
+    """Return, by keyspace, the seconds since a server or a tool used one of the surveyed regions.
+    Keyspaces with a live owner, a reader or an unknown age are omitted. `now_s` is Unix time."""
     ages: dict[str, float] = {}
     for one in parts:
         used = one.last_use_s is None or one.owner.kind == "live" or one.readers

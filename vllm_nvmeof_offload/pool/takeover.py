@@ -17,8 +17,7 @@ from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.pool.lease import TAKEOVER_S, LeasePage, is_locked, lease_of, read_lease
 from vllm_nvmeof_offload.units import printable
 
-#: The interval at which a waiting claim checks again.
-POLL_S = 0.05
+POLL_S = 0.05  # the interval at which a waiting claim checks again
 
 _T = TypeVar("_T")
 
@@ -37,12 +36,10 @@ class _Watched:
 
 @dataclass
 class Takeover:
-    """The observation of owners on other hosts, which shows whether they are dead.
-
-    Two hosts' clocks may differ by hours, so no time in a page proves that its owner is dead. But a
-    live owner keeps changing its page. A page that has not changed for `takeover_s`, on this
-    process's own clock, names a dead owner.
-    """
+    """The observation of owners on other hosts, which shows whether they are dead. Clocks of two
+    hosts may differ by hours, so no time in a page proves anything. But a live owner keeps changing
+    its page. A page that has not changed for `takeover_s`, on this process's own clock, names a
+    dead owner."""
 
     takeover_s: float = TAKEOVER_S
     clock: Callable[[], float] = time.monotonic
@@ -58,8 +55,8 @@ class Takeover:
         return seen
 
     def is_dead(self, path: Path, page: Hashable) -> bool:
-        """Return whether the owner in the page just read from `path` is dead. Raises UnsettledError
-        if that is not known yet."""
+        """Return whether the owner in the page read from `path` is dead. Raises UnsettledError if
+        unknown."""
         seen = self._watch(path, page)
         if self.clock() - seen.since_s >= self.takeover_s:
             return True
@@ -116,12 +113,10 @@ class Takeover:
 
 @dataclass(frozen=True, slots=True)
 class OwnerState:
-    """The owner of a region as seen by this process.
-
-    `kind` is "free" (no owner), "live" (its flock or a beat was seen), "dead", or "silent" (no beat
-    was seen yet; if none follows, the owner is dead). `page` is None if the region was never
-    claimed. `unchanged_s` is how long the page has been unchanged, by this process's own clock.
-    """
+    """The owner of a region as seen by this process. `kind` is "free" (no owner), "live" (its flock
+    or a beat was seen), "dead", or "silent" (no beat was seen yet). `page` is None if the region
+    was never claimed. `unchanged_s` is how long the page has been unchanged, by this process's own
+    clock."""
 
     kind: str
     page: LeasePage | None = None

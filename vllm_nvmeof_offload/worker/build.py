@@ -250,7 +250,6 @@ def _peers(settings: OffloadConfig, pool: Pool | None, links: PeerLinks | None) 
 def _watcher(
     pool: Pool, io: IoEngine, health: tuple[TargetHealth, ...], runner: PipelineRunner
 ) -> TargetWatcher:
-    """Start the thread that watches the targets and reattaches them when they return."""
     # Resolve symbolic links now, because a later access to the path might hang.
     targets = [os.path.realpath(directory) for directory in pool.directories]
     attachments = Attachments(pool, io, health)
@@ -349,7 +348,6 @@ def _io_engine(
 
 
 def _adopt(pool: Pool | None) -> tuple[AdoptedEntries, float]:
-    """Return the pool's entries, and the seconds that it took to read them."""
     began_s = time.monotonic()
     adopted = pool.adopt() if pool else AdoptedEntries()
     return adopted, time.monotonic() - began_s

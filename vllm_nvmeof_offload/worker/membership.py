@@ -70,10 +70,8 @@ class SetLayout:
 
 
 def join_set(layout: SetLayout, member: int, timeout_s: float = MEET_S) -> SetMemory:
-    """Join the other members and map the set's memory. Every member must call this.
-
-    Raises NoSetError if a member does not connect, wants another layout, or cannot map the memory.
-    """
+    """Join the other members and map the set's memory. Every member must call this. Raises
+    NoSetError if a member does not connect, wants another layout, or cannot map the memory."""
     end_s = time.monotonic() + timeout_s
     try:
         fd = _lead(layout, end_s) if member == 0 else _follow(layout, member, end_s)
@@ -139,7 +137,6 @@ def _make(layout: SetLayout) -> int:
 
 
 def _follow(layout: SetLayout, member: int, end_s: float) -> int:
-    """Receive the memory's file descriptor from the first member."""
     while True:
         with _socket(end_s) as first:
             try:

@@ -359,7 +359,7 @@ class PeerLinks:
                 one.set_tag(tag)
 
     def take_counts(self) -> Counts:
-        """Return the counts since the last call, by the series of `metrics.COUNTERS`."""
+        """Return the counts since the last call, by series (`metrics.COUNTERS`)."""
         counters = Counts()
         if self.clients is not None:
             counts = self.clients.counts
@@ -393,12 +393,10 @@ def open_links(
     wake: Callable[[], None],
     staging: Staging,
 ) -> PeerLinks | None:
-    """Start the threads for peers. Return None if there are no peers.
-
-    `tag` is the current share tag of our chunks. `wake` is called after chunks from peers have been
-    copied into their cache slots. Raises ConfigError if this process cannot listen at
-    `peer_listen`, or if its messaging library does not support the share secret.
-    """
+    """Start the threads for peers. Return None if there are no peers. `tag` is the current share
+    tag. `wake` is called after chunks from peers have been copied into their cache slots. Raises
+    ConfigError if this process cannot listen at `peer_listen`, or if its messaging library does not
+    support the share secret."""
     if not settings.peers and serve_port is None:
         return None
     rank, listen = common.rank, settings.peer_listen

@@ -75,16 +75,15 @@ _SATURATING_BYTES = 8 * MIB
 #: bytes keep a target busy that reads 10 GB/s with a latency of 400 µs.
 _SERVED_BYTES = 4 * MIB
 _SATURATING_OPS_MIN = 2
-#: The kinds of operations, indexed by their numbers in the native machine.
-_KINDS = tuple(OpKind)
+_KINDS = tuple(OpKind)  # the kinds of operations, indexed by their numbers in the native machine
 _RETRYABLE = [ERRORS.get(number, (False,))[0] for number in range(max(ERRORS) + 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
     """The limits on one rank's I/O. Deadlines are in seconds from the first submission. Limits on
-    operations are divided evenly among the targets, with at least one operation each; limits on
-    bytes apply to each target."""
+    bytes apply to each target; limits on operations are divided among the targets, at least one
+    each."""
 
     group_bytes: tuple[int, ...] = field(kw_only=True)  # per chunk, by group
     rank: int = 0
@@ -299,8 +298,8 @@ class TransferPipeline:
         self._submit_copies()
 
     def submit_copies(self) -> bool:
-        """Submit the copies that are ready. Return whether a row was decided and `step` must
-        follow."""
+        """Submit the copies that are ready. Return whether `step` must follow, because a row was
+        decided."""
         self._submit_copies()
         return self._machine.to_report > 0
 
@@ -336,7 +335,7 @@ class TransferPipeline:
 
     @property
     def counters(self) -> Counts:
-        """The counts since they were last cleared, by the series of `metrics.COUNTERS`."""
+        """The counts since they were last cleared, by series (`metrics.COUNTERS`)."""
         reads, writes, written = self._machine.take_counts()
         if reads[0]:
             self._count_transfer("load", "pool", *reads)
@@ -372,8 +371,8 @@ class TransferPipeline:
         return self._machine.idle
 
     def read_queues(self) -> list[tuple[int, float]]:
-        """Return, by lane, the bytes queued ahead of a new read, and the seconds until they are
-        read (0 if unknown)."""
+        """Return, by lane, the bytes queued ahead of a new read, and the seconds they take (0 if
+        unknown)."""
         return self._machine.read_queues()
 
     def _foreign_place(self, place: int) -> SlotPlace | None:
@@ -552,8 +551,7 @@ def _machine_options(
     return options
 
 
-#: The longest wait for an event or a deadline.
-_WAIT_S_MAX = 1.0
+_WAIT_S_MAX = 1.0  # the longest wait for an event or a deadline
 
 #: The longest time for which Python lets a busy thread keep the interpreter lock. A load wakes the
 #: pipeline's thread a few times, and each time waits this long while the engine computes.

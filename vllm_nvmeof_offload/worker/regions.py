@@ -43,16 +43,13 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.targets.health import Verdict
 
-#: The most attaches in progress. Any more fail with EAGAIN.
-_OPENING_MAX = 64
+_OPENING_MAX = 64  # the most attaches in progress; more fail with EAGAIN
 #: The number of threads that open files, which bounds the opens that can hang at a time.
 _OPENERS = 8
 #: Numbers for owners that only peers have named, above those that the follower assigns.
 _UNNAMED_OWNERS = range(OWNERS_MAX + 1, 1 << 15)
-#: The time without a request after which the files of such an owner are closed.
-_UNUSED_S = 60.0
-#: The minimum interval between two searches for regions.
-_AGAIN_S = 0.5
+_UNUSED_S = 60.0  # the time without a request after which the files of such an owner are closed
+_AGAIN_S = 0.5  # the minimum interval between two searches for regions
 
 _T = TypeVar("_T")
 
@@ -332,11 +329,9 @@ class RegionFiles:
         return OpenRegions(command, error=error)
 
     def _region(self, command: AttachCommand, target: int) -> ForeignSlab | None:
-        """Open the region of the command's pool on `target`. Return None if it is not there.
-
-        Raises PoolFormatError if its superblock is damaged or has another shape, and OSError if a
-        file cannot be read.
-        """
+        """Open the region of the command's pool on `target`. Return None if it is not there. Raises
+        PoolFormatError if its superblock is damaged or has another shape, and OSError if a file
+        cannot be read."""
         ours = self._pool.superblocks[target]
         pools = self._pool.keyspace(target)
         try:

@@ -316,7 +316,7 @@ def test_a_start_whose_lease_is_lost_writes_nothing(
         return claim
 
     monkeypatch.setattr(Claim, "make", make)
-    with pytest.raises(PoolError, match=r"its lease for .* and lost it"):
+    with pytest.raises(PoolError, match=r"its lease for .* s, lost it"):
         Pool.open(make_spec(tmp_path, leasing=LONG))
     assert not [*tmp_path.rglob("superblock*")]
 
