@@ -14,12 +14,10 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup, group_id_of, group_ids_of
 
-#: A function that returns a byte per key: 1 if the key is present, else 0.
-Has = Callable[[Sequence[bytes]], bytes]
+Has = Callable[[Sequence[bytes]], bytes]  # returns a byte per key: 1 if the key is present
 _HIT = b"\1"
 _ASKED_FIRST = 16  # the number of chunks in the first query; small, because most prefixes end early
-#: The kinds of groups whose chunks are useful only at a boundary.
-SPARSE = (GroupKind.WINDOW, GroupKind.STATE)
+SPARSE = (GroupKind.WINDOW, GroupKind.STATE)  # kinds with chunks useful only at boundaries
 #: The most bytes of a boundary's windows and states, as a share of those stored since the last one.
 _COST_SHARE = 0.5
 _BOUNDARY_TOKENS_MIN = 1024
@@ -126,8 +124,7 @@ def kept_every(groups: Sequence[Group], unit: int, lasting: int) -> int:
 
 
 def automatic(groups: Sequence[RankGroup], unit: int) -> int:
-    """Return the tokens between two lasting boundaries, a multiple of `unit`, or 0 if none is
-    needed."""
+    """Return the tokens between two lasting boundaries, a multiple of `unit`; 0 for none."""
     sparse = [one for one in groups if one.group.kind in SPARSE]
     if not sparse:
         return 0
@@ -147,8 +144,7 @@ def automatic(groups: Sequence[RankGroup], unit: int) -> int:
 
 def limit_of(groups: Sequence[Group], tokens: int) -> int:
     """Return the number of tokens that a load can reach in a request of `tokens`. With windows or
-    states, vLLM computes at least the last token; with states, it resumes only at the end of a
-    whole chunk."""
+    states, vLLM computes the last token; with states, it resumes only at the end of a chunk."""
     if all(group.kind is GroupKind.FULL for group in groups):
         return tokens
     tokens -= 1

@@ -78,18 +78,14 @@ from vllm_nvmeof_offload.protocol import (
 )
 
 __all__ = ["CoreConfig", "ManagerCore", "SessionIds", "Source", "StorePlan"]
-#: The minimum number of keys that `StoreThreshold` counts; otherwise it counts one per slot.
-_SIGHTINGS_MIN = 1 << 16
-#: The longest retention that a request can ask for: a session's end must be bounded.
-RETAIN_S_MAX = 7 * 24 * 3600
+_SIGHTINGS_MIN = 1 << 16  # the fewest keys that `StoreThreshold` counts; normally one per slot
+RETAIN_S_MAX = 7 * 24 * 3600  # the longest retention: a session's end must be bounded
 #: The minimum interval between two saves of the sessions, and the largest share of time that saves
 #: may take. Saving a million chunks takes 0.15 s of a step (2 cores, busy).
 _SAVES_PERIOD_S, _SAVES_SHARE = 1.0, 1 / 1000
-#: The sources, indexed by the number that the native look-up returns.
-_SOURCES = (None, Source.CPU, Source.POOL, Source.SHARED)
+_SOURCES = (None, Source.CPU, Source.POOL, Source.SHARED)  # by the native look-up's number
 FROM_CPU, FROM_POOL = 1, 2  # the tiers that a look-up may hit, as bits
-#: Values of `wanted` in `Tiers.plan_store`: store the chunk to keep it, or provisionally.
-_KEPT, _PROVISIONAL = 1, 2
+_KEPT, _PROVISIONAL = 1, 2  # values of `wanted` in `Tiers.plan_store`
 _NATIVE_KIND = {OpKind.STORE: 0, OpKind.LOAD: 1, OpKind.WRITE: 2, OpKind.FETCH: 3}
 #: By errno: whether the error affects only a slot, not the whole target.
 _SLOT_ERRNOS = [io_error(number).scope is Scope.SLOT for number in range(max(ERRORS) + 1)]
@@ -165,8 +161,7 @@ class ManagerCore:
         self._lane_bytes = list(capacity.lane_bytes)
         self._land_max = int(config.land_cache_share * capacity.cache_slots)
         self._counters = Counts()
-        #: The last failure counted, by series of `failed_chunks`.
-        self.last_failures: dict[Series, Outcome] = {}
+        self.last_failures: dict[Series, Outcome] = {}  # the last of each series of `failed_chunks`
         self.levels: dict[int, LevelReport] = {}  # the last report of each rank
         self.request_log = RequestLog()  # what was found, loaded and computed for the last requests
         self.planned: LoadRecord | None = None  # the record of the load that was planned last
@@ -175,8 +170,7 @@ class ManagerCore:
         self._clock, self._wall_clock = clock, wall_clock
         self._ledger = Ledger(config.world_size, clock, prompts_s)
         self._foreign = foreign
-        #: The share tag that other engines' chunks must have to be loaded; empty for none.
-        self._shared_tag = self._tag
+        self._shared_tag = self._tag  # the tag that others' chunks must have; empty for none
         self._began: ResetCommand | None = None  # the reset that introduced this tag
         if foreign is not None:
             foreign.set_tag(self._tag)
@@ -269,8 +263,8 @@ class ManagerCore:
         return self._tiers.unmoved(before, keys, sources)
 
     def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
-        """Record the end of a request with `keys`. `ends` is as in `prepare_store`; keys may
-        repeat."""
+        """Record the end of a request with `keys`. `ends` is as in `prepare_store`, except that a
+        key may appear twice."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.touch(keys, ended=True)
         self._tiers.drain()  # write chunks that other engines have dropped
@@ -336,8 +330,8 @@ class ManagerCore:
         self._tiers.drain()
 
     def cool(self, keys: Sequence[bytes]) -> None:
-        """Evict these chunks from the CPU tier next, last one first, unless several requests used
-        them."""
+        """Evict these chunks from the CPU tier next, the last one first, except chunks that several
+        requests have used."""
         self._tiers.cool(keys)
         self._tiers.drain()
 
@@ -351,8 +345,8 @@ class ManagerCore:
         seconds: int,
         priority: int,
     ) -> None:
-        """Retain these chunks, and those that the session already retains, for `seconds`. `ends` is
-        as in `ended`. If the client's share is used up, its sessions of lower `priority` (1 to 100)
+        """Retain these chunks, and those that the session already retains, for `seconds`. `ends`:
+        see `ended`. If the client's share is used up, its sessions of lower `priority` (1 to 100)
         retain less."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.retain(keys, *session, int(self._clock()) + seconds, priority)
@@ -676,10 +670,9 @@ class ManagerCore:
         """Take the oldest changes of the tiers' contents, in order, up to the limit of a step.
 
         A chunk is in the CPU tier once its copy is complete on every rank, and in the pool once its
-        write is complete. Eviction, a failure or a reset removes it from a tier; a chunk evicted
-        from pinned memory may still be in the pool. Applied in order, the changes reproduce the
-        index. Consumers must count the announcements of each block. A reset drops additions that
-        were not taken, because it also removes their keys.
+        write is complete. It can be in both. Applied in order, the changes reproduce the index;
+        consumers must count the announcements of each block. A reset drops additions that were not
+        taken, because it also removes their keys.
         """
         left = min(max(_CHANGES_MIN, self.changed_keys // _CHANGES_SHARE), _CHANGES_MAX)
         key_bytes = self.config.key_bytes

@@ -46,8 +46,7 @@ class EvictionPolicy(Protocol):
         """Remove and return the slot to evict next, or None if there is none."""
 
 
-#: A function that makes a policy from the array of each slot's last use.
-MakePolicy = Callable[[Sequence[int]], EvictionPolicy]
+MakePolicy = Callable[[Sequence[int]], EvictionPolicy]  # from each slot's last use
 
 
 _KEY = "eviction_policy"

@@ -118,10 +118,9 @@ class CoreConfig:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """The slots that every rank has, and their common shape. `pool_slots` is by target.
-    `group_bytes` is, by group, the bytes of a chunk on the rank where chunks are largest.
-    `set_sizes` is, by group, the number of ranks with equal bytes, which together store one copy of
-    a chunk."""
+    """The slots that every rank has, and their common shape. `pool_slots` is by target. By group,
+    `group_bytes` is the size of a chunk on the rank where it is largest, and `set_sizes` is the
+    number of ranks with equal bytes, which together store one copy of a chunk."""
 
     cache_slots: int
     pool_slots: tuple[int, ...]
@@ -178,8 +177,8 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
     tag = first.tag if len({h.tag for h in hellos}) == 1 else b""
     shapes = {(h.engine_index, h.keyspace, h.target_count) for h in hellos}
     if len(shapes) > 1:
-        # Slot numbers then mean different places on different ranks: harmless for new chunks, but
-        # fatal for adopted ones.
+        # Slots then differ between ranks. This is harmless for new chunks, but fatal for adopted
+        # ones.
         note = f"the ranks opened different pools {sorted(shapes)}: nothing is adopted"
         return Agreement(capacity, AdoptedEntries(), found, (note,))
     entries, found, lost = _adopted(hellos, dict(zip(groups, capacity.set_sizes, strict=False)))

@@ -12,9 +12,8 @@
 A request leaves when it starts, when its load is planned, or when it ends. Chunks that no other
 request wants are then released, and their fetches cancelled. The work per step is bounded.
 
-Native code (native/tiers/holds.h) iterates over a request's chunks. Python asks which leading
-chunks are in GPU memory, up to the first that is not: vLLM's own look-up ends there, so all later
-chunks have to be loaded.
+Native code (native/tiers/holds.h) iterates over a request's chunks. Python only asks which leading
+chunks are in GPU memory: vLLM's look-up ends at the first that is not, so later ones are loaded.
 """
 
 from __future__ import annotations
@@ -40,25 +39,20 @@ class Reason(enum.IntEnum):
 
 #: The ways in which a fetch ends: values of the metric's label `how`, in the order of holds.h.
 _ENDS = ("used", "wasted", "cancelled", "failed", "probe")
-#: The share of the slots that always stays evictable, so that new chunks find room.
-_ROOM_SHARE = 0.125
+_ROOM_SHARE = 0.125  # the share of slots that stays evictable, so that new chunks find room
 _PATIENCE_S = 5.0  # shorter requests do not overtake a preempted request that has waited this long
-#: The interval between checks of whether a preempted request's chunks are still in GPU memory.
-_LOOK_AGAIN_S = 0.05
+_LOOK_AGAIN_S = 0.05  # the interval between checks for chunks in GPU memory
 #: The most chunks that one `turn` examines, which takes about 1 ms; bytes limit the fetches first.
 LOOKS_MAX = 4096
 #: The most queries to vLLM about chunks in GPU memory: per `turn`, and per request.
 _QUESTIONS_MAX, _QUESTIONS_OF_ONE_MAX = 256, 64
-#: The most bytes of fetches in progress, enough for a fast target between two steps.
-_FETCH_BYTES_MAX = 256 << 20
+_FETCH_BYTES_MAX = 256 << 20  # in progress: enough for a fast target between two steps
 _FETCHES_MIN = 4
 _PROBES_MAX = 4
 
 Order = tuple[float, ...]  # a request's place in vLLM's queue; the lowest is served first
-#: A function that returns whether the n-th followed chunk is still in GPU memory.
-InGpu = Callable[[int], bool]
-#: A function that cancels rows of a fetch, which is given by its number.
-Cancel = Callable[[int, Sequence[int]], None]
+InGpu = Callable[[int], bool]  # whether the n-th followed chunk is still in GPU memory
+Cancel = Callable[[int, Sequence[int]], None]  # cancels rows of a fetch, given by number
 
 
 def make_holds(tiers: Tiers) -> Holds:
@@ -157,8 +151,7 @@ class ReloadScheduler:
 
     def looked_up(self, request_id: str, local_chunks: int) -> None:
         """Record that vLLM's look-up found the request's first `local_chunks` chunks in GPU memory.
-        If skipped chunks are no longer there, examine all chunks from the first skipped one on
-        again."""
+        If skipped chunks have left it, examine all chunks from the first skipped one on again."""
         want = self._wants.get(request_id)
         if want is None or want.skipped is None or local_chunks > want.skipped_last:
             return

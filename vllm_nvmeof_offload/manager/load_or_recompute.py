@@ -1,33 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """Admission: load the pool's chunks or recompute them, whichever is faster. Pure.
 
-The rule:
-
     loading time = slowness * (one step + bytes of the busiest lane / read rate of that lane)
     computing time = tokens / prefill rate at their depth
 
-The depth of a token is the number of tokens before it. Attention reads all of these, so the rate
-falls with the depth. `StepMeter` measures the rate, its depth, its slope and a step's time.
-
-A lane is a queue of reads, here for a target. Its bytes include those that other loads will read
-there. The workers measure the read rates. While a rate is unknown, everything is loaded.
+A token's depth is the number of tokens before it. Attention reads all of these, so the rate falls
+with the depth; `StepMeter` measures both. A lane is a queue of reads, here for a target. Its bytes
+include those that other loads will read there. While a rate is unknown, everything is loaded.
 
 The slowness is the smoothed ratio of the loads' time to their predicted time. It is below 1 if
 peers read for us, or if loads overlap with other requests' prompts. A load that takes longer than
-computing can only raise it. A load that is cut off raises it at once, because the rest would have
-taken even longer. Any other load can only lower it, because a load slower than predicted does no
-harm while it is faster than computing. The pool is read while loading is faster than computing.
-Once loading is slower, the pool is declined until loading is faster by the factor `_HYSTERESIS`.
+computing can only raise it, at once if the load was cut off, because the rest would have taken even
+longer. Any other load can only lower it: a load slower than predicted does no harm while it is
+faster than computing. Once loading is slower than computing, the pool is declined until loading is
+faster by the factor `_HYSTERESIS`.
 
 A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that no request
 has to wait to find out that the pool has recovered. A successful probe lowers the slowness towards
 its minimum: by half of the distance, or by the trust in the pool if that is less. So loads that are
-fast only with peers are tried too. Trust starts at 1. A load that takes longer than computing
-halves it, and any other load doubles it, so that a pool that sometimes hangs, or is fast only for
-the few chunks of a probe, is tried less and less.
+fast only with peers are tried too. Trust starts at 1; a load that takes longer than computing
+halves it, and any other load doubles it. So a pool that sometimes hangs, or is fast only for a
+probe, is tried less and less.
 
-Chunks of the CPU tier are always loaded, because pinned memory is many times faster than any model,
-and loading leaves the model free for other requests.
+Chunks of the CPU tier are always loaded: pinned memory is many times faster than any model, and
+loading leaves the model free for other requests.
 """
 
 from __future__ import annotations
@@ -42,10 +38,8 @@ from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
 from vllm_nvmeof_offload.manager.ledger import Ledger, Op
 
 _HYSTERESIS = 1.25  # prevents noise from changing the decision with each request
-#: The weight of a load's sample in the slowness, and of a probe's if trust allows it.
-_NEWEST = 1 / 2
-#: A lower bound, because loads that overlap with prompts for a while will not always do so.
-_SLOWNESS_MIN = 0.5
+_NEWEST = 1 / 2  # the weight of a load in the slowness, and of a probe if trust allows it
+_SLOWNESS_MIN = 0.5  # loads that overlap with prompts for a while will not always do so
 _SLOWNESS_LOST = 16.0  # the slowness of a load that did not complete and had no prediction
 #: With the least trust, hundreds of probes separate two loads that are cut off after twice their
 #: computing time. Such loads then cost a few percent of all computing.
@@ -104,17 +98,15 @@ class Attempt:
 
 
 class Admission:
-    """The decisions for one core, and the estimates behind them. All bytes are those of one rank,
-    by lane. `read_rates`, which the caller updates, is the slowest rank's bytes per second; 0 if
+    """The decisions for one core, and the estimates behind them. Bytes are those of one rank, by
+    lane. `read_rates`, which the caller updates, is the slowest rank's bytes per second; 0 if
     unknown."""
 
     def __init__(self, config: CoreConfig, read_rates: Sequence[float]) -> None:
         self.automatic = config.admission
         self.read_rates = read_rates
-        #: The measured tokens per second of prefill (0 if unknown), and their depth.
-        self.prefill_rate, self.prefill_depth = 0.0, 0.0
-        #: The measured seconds that each preceding token adds to the time for a token.
-        self.depth_s = 0.0
+        self.prefill_rate, self.prefill_depth = 0.0, 0.0  # tokens/s (0 if unknown), their depth
+        self.depth_s = 0.0  # the measured seconds that each preceding token adds per token
         self.step_s = 0.0  # the measured seconds that a step takes without prompts
         self.slowness = 1.0
         #: Whether the last decision was to read the pool, and no load has been too slow since.
@@ -127,7 +119,7 @@ class Admission:
         return sum(self.read_rates)
 
     def token_s(self, tokens: int, before: int) -> float:
-        """Return the seconds per token for `tokens` that follow `before` others, at a known prefill
+        """Return the seconds per token for computing `tokens` after `before` others, at a known
         rate."""
         return 1 / self.prefill_rate + self.depth_s * (before + tokens / 2 - self.prefill_depth)
 
@@ -142,8 +134,8 @@ class Admission:
         tokens: int,
         before: int = 0,
     ) -> Decision:
-        """Decide whether to read these bytes, after the queued ones, or to compute `tokens` after
-        `before` others."""
+        """Decide whether to read these bytes, after the queued ones, or to compute the tokens,
+        which follow `before` others."""
         if not self.automatic or not self.prefill_rate or not any(read_bytes):
             return Decision(load=True)
         compute_s = self.compute_s(tokens, before)
@@ -194,13 +186,11 @@ class Admission:
 class LoadTimes:
     """The times of one core's loads, the bytes they still have to read, and the overdue loads.
 
-    By this clock, a load lasts from its plan until its report is applied. The report arrives with a
-    step's output, and the request runs in the next step. Without the load, the request would have
-    run in the step for which the load was planned, so it waits for all steps in between. The ranks'
-    own times would leave out the steps before and after the copy.
-
-    Time in which the model computes other requests' prompts does not count: this request would not
-    be computed then either, and a step that fills the processors slows the load itself.
+    A load lasts from its plan until its report is applied, after which the request runs. Without
+    the load, the request would have run in the step for which the load was planned. The ranks' own
+    times would leave out the steps before and after the copy. Time in which the model computes
+    other requests' prompts does not count: this request would not be computed then either, and a
+    step that fills the processors slows the load itself.
     """
 
     def __init__(
@@ -211,8 +201,7 @@ class LoadTimes:
         capacity: Capacity,
         config: CoreConfig,
     ) -> None:
-        #: The bytes that loads still have to read, by lane.
-        self.reading = [0] * len(capacity.pool_slots)
+        self.reading = [0] * len(capacity.pool_slots)  # bytes still to be read, by lane
         self._limits_s: dict[Op, float] = {}  # of loads in progress; infinite once cut off
         self._ledger, self._admission, self._clock = ledger, admission, clock
         self._lane_bytes = list(capacity.lane_bytes)
@@ -238,8 +227,7 @@ class LoadTimes:
         return [op.number for op in overdue]
 
     def loaded(self, op: Op) -> tuple[float, bool]:
-        """Record a load with an outcome from every rank. Return its seconds and whether it was cut
-        off."""
+        """Record a load that has ended. Return its seconds and whether it was cut off."""
         limit_s = self._limits_s.pop(op, None)
         seconds, was_cut_off = self._waited_s(op), limit_s == math.inf
         if not op.reads:
@@ -254,7 +242,7 @@ class LoadTimes:
         return seconds, was_cut_off
 
     def probed(self, op: Op) -> None:
-        """Record a probe with an outcome from every rank."""
+        """Record a probe that has ended."""
         assert op.batch is not None
         came, missed = op.batch.came(False)
         if came or missed:

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.manager.core import ManagerCore
     from vllm_nvmeof_offload.native import Whereabouts
 
-#: A decision on a cached answer is made again after this time, because rates and queues change.
-_DECIDE_AGAIN_S = 0.05
+_DECIDE_AGAIN_S = 0.05  # a decision is cached this long, because rates and queues change
 _LOG_PERIOD_S = 60.0  # the minimum interval between two log lines on admission
 
 
@@ -89,8 +88,8 @@ Ask: TypeAlias = Callable[[Question], Answer]  # vLLM's own look-up of a request
 @dataclass(slots=True)
 class _LookedUp:
     """A request between its first look-up and its GPU blocks. `answers` is by set of sources,
-    `last` the question of the last real look-up, `boundary` the number of tokens up to the last
-    hit's end."""
+    `last` is the last real look-up's question, `boundary` the number of tokens up to the last hit's
+    end."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
     last: Question | None = None

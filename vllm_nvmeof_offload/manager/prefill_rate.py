@@ -13,11 +13,9 @@ from dataclasses import dataclass
 #: and four times as many in total; otherwise decodes or the step's fixed cost dominate its time.
 _DECODE_TOKENS_MAX = 16
 _KEPT = 0.8  # the factor by which the weight of older samples decays with each new sample
-#: The slope is fitted only if the standard deviation of the depths is at least this share of the
-#: largest step's tokens.
+#: The least standard deviation of depths to fit a slope, as a share of the most tokens in a step.
 _DEPTHS_APART = 0.25
-#: The largest share of a token's measured time that is attributed to the tokens before it.
-_SLOPE_SHARE_MAX = 0.9
+_SLOPE_SHARE_MAX = 0.9  # the largest share of a token's time attributed to earlier tokens
 _AHEAD_MAX = 8  # the most steps between scheduling and output; beyond this, outputs were missed
 
 
@@ -33,20 +31,18 @@ class _Step:
 class StepMeter:
     """A meter of steps. Call `scheduled` and `ended` once for every step.
 
-    A step lasts from its scheduling, or from the end of the previous step if that is later (the
-    engine may schedule ahead), to the arrival of its output. The prefill rate is that of the
-    largest steps, because each step also has a fixed cost: the rest of a loaded prompt is computed
-    in a small step, at a fraction of a whole prompt's rate. Attention reads all tokens before a
-    token, so the end of a long prompt can take several times as long as its beginning. `depth_s` is
-    the slope of a least-squares line through the largest steps' times per token over their depths.
+    A step lasts from its scheduling, or from the end of the previous step if that is later, to the
+    arrival of its output. The prefill rate is that of the largest steps, because each step also has
+    a fixed cost: the rest of a loaded prompt is computed in a small step, at a fraction of a whole
+    prompt's rate. Attention reads all tokens before a token, so the time per token grows with its
+    depth: `depth_s` is the slope of a least-squares line through the largest steps.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.steps = 0  # steps with tokens
         self.seconds = 0.0  # the duration of these steps
         self.tokens = 0  # the tokens of these steps
-        #: The longest time that a recent step took in addition to the time for prompts.
-        self.decode_s = 0.0
+        self.decode_s = 0.0  # the longest recent step time in excess of the time for prompts
         self._clock = clock
         self._ahead: deque[_Step] = deque(maxlen=_AHEAD_MAX)
         self._ended_s = 0.0
@@ -92,7 +88,7 @@ class StepMeter:
     ) -> None:
         """Record a scheduled step. `tokens` are its tokens by request. `computed` returns the
         number of tokens before these, by request; it is called only if the step counts for the
-        prefill rate."""
+        rate."""
         prefill = {one: count for one, count in tokens.items() if count > _DECODE_TOKENS_MAX}
         total, prompts = sum(tokens.values()), sum(prefill.values())
         decodes, depth = len(tokens) - len(prefill), 0.0

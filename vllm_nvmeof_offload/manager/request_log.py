@@ -15,8 +15,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-#: A record takes 0.6 KB, or 3 KB with the most starts, so all records take at most 3 MB.
-RECORDS_MAX = 1000
+RECORDS_MAX = 1000  # each takes 0.6 KB, or 3 KB with the most starts: at most 3 MB in all
 _STARTS_MAX = 8  # the most starts that a record keeps: the first and the last ones
 _ID_CHARS_MAX = 256
 _LIMITS_CHARS_MAX = 200
@@ -123,10 +122,10 @@ class RequestLog:
                 self._starts.popitem(last=False)
 
     def find(self, request_id: str | None) -> list[dict[str, Any]]:
-        """Return the records of a request, oldest first, or the newest record for None. vLLM
-        appends a number and random digits to the id in its answer, and puts a number and "_" before
-        the id of each of several answers (`n`). If no record has exactly this id, those of such
-        longer ids are returned."""
+        """Return the records of a request, oldest first, or the newest record for None. In its
+        answer, vLLM appends a number and random digits to the id; several answers (`n`) also get a
+        number and "_" in front. If no record has exactly this id, records of such longer ids are
+        returned."""
         name = (request_id or "")[:_ID_CHARS_MAX]
         with self._lock:
             exact = self._starts.get(name) if name else None

@@ -176,8 +176,8 @@ class WaitingRequests:
     def _log(
         self, request_id: str, attempt: Attempt | None, end: int, loaded: int, beyond: int
     ) -> None:
-        """Record the request's start. `end` is the position after the hit, and `beyond` is as in
-        `_beyond`."""
+        """Record the request's start. `end` is the number of tokens up to the end of the hit, and
+        `beyond` is as in `_beyond`."""
         local = end if attempt is None else attempt.local
         start = Start(
             tokens=self._num_tokens(request_id),

@@ -68,7 +68,7 @@ class Common:
 class PeerRead:
     """A chunk that the loading server wants from the slot at `place`. `address` is that of a
     staging slot on the loading server, and of a serve slot on the helper. `token` is the caller's
-    number. Only a chunk with share tag `tag` is accepted. The attempt ends at `deadline_s`, by
+    number. Only the share tag `tag` is accepted. The attempt ends at `deadline_s`, by
     `time.monotonic`."""
 
     token: int

@@ -223,7 +223,7 @@ class PeerClients(SessionThread):
     ) -> None:
         """`addresses` lists each lane's peer, such as `tcp://10.0.0.7:7000`. Chunks may be written
         into `memory`, which `view` covers. With `by_nixl`, NIXL pulls chunks if it can; otherwise
-        they arrive in messages."""
+        peers send them."""
         self.counts = ClientCounts()
         super().__init__("peer-clients", self._run, tag)
         self._common, self._memory = common, memory

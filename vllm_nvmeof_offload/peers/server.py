@@ -80,16 +80,14 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 SESSIONS_MAX = 64
 CONNECTIONS_MAX = 2 * SESSIONS_MAX
-#: A slot stays lent, or a copy in flight, until this long after the read's deadline.
-_DONE_MORE_S = 1.0
+_DONE_MORE_S = 1.0  # a slot stays lent, or a copy in flight, this long after the deadline
 _MOVING_S = 0.01  # without an event for this long, the thread sleeps even while slots are lent
 #: The most messages queued per connection and direction; to a peer, one more for each credit.
 _WAITING_MAX = 64
 #: A connection without an answer for this long is closed, and its queued messages are dropped.
 _PING_MS, _PONG_MS = 1000, 3000
 _HANDSHAKE_MS = 2000
-#: If this process runs out of descriptors, all connections end, and none is accepted for this long.
-_SHUT_S = 2.0
+_SHUT_S = 2.0  # without descriptors, all connections end, and none is accepted this long
 
 
 class _Stage(enum.Enum):
@@ -250,8 +248,7 @@ class PeerServer(SessionThread):
         self._turns: collections.deque[_Session] = collections.deque()
         self._wanted, self._bound = address, Future[str]()
         self._thread.start()
-        #: The address to which peers connect, with the actual port in place of port 0.
-        self.address = self._bound.result()
+        self.address = self._bound.result()  # with the actual port in place of port 0
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Stop serving. Return whether no peer pulls from the serve slots any more. Reads into the

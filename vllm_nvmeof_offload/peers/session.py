@@ -164,8 +164,8 @@ class Read(Message, tag="read"):
 
 class Ready(Message, tag="ready"):
     """Serve slots to pull from. `queued_bytes` are the bytes that the helper's storage must read
-    before this session's next read, at `bytes_per_s`. `credits` is their new number, or 0 if
-    unchanged."""
+    before this session's next read, at `bytes_per_s`. `credits` is the new number; 0 if unchanged.
+    """
 
     lent: Annotated[list[Lent], Meta(max_length=TOKENS_MAX)]
     queued_bytes: _U64 = 0
@@ -334,8 +334,7 @@ class BusyRate:
             self._bytes, self._seconds = 0, 0.0
 
     def recent(self, now_s: float) -> float:
-        """Return the rate, or 0 if nothing moved for a while, so that a formerly slow peer is tried
-        again."""
+        """Return the rate, or 0 if it is old, so that a formerly slow peer is tried again."""
         return self.bytes_per_s if now_s - self._moved_s <= _RECENT_S else 0.0
 
     def stop(self) -> None:

@@ -40,8 +40,7 @@ from vllm_nvmeof_offload.units import PAGE_BYTES
 _ENVIRONMENT = {"UCX_RCACHE_MAX_UNRELEASED": "1024", "NIXL_LOG_LEVEL": "WARN"}
 _PROBE_S = 60.0
 _DRAM = "DRAM"
-#: Set only for our agents' UCX, because the environment also applies to vLLM's agents.
-_UCX_CONFIG = "TLS=^tcp"
+_UCX_CONFIG = "TLS=^tcp"  # not in the environment, which also applies to vLLM's agents
 
 
 def has_rdma(sysfs: str = "/sys") -> bool:

@@ -125,10 +125,9 @@ assert HEADER_BYTES == PAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The epoch and tag of a write, fixed when the write is submitted. A write that a reset
-    overtakes must not get the new epoch, not even in its table entry. Chunks with another `epoch`
-    than the newest superblock's are ignored. `tag` is the share tag, 16 bytes; a read accepts no
-    other tag."""
+    """The epoch and tag of a write, fixed at its submission. A write that a reset overtakes must
+    not get the new epoch, not even in its table entry. Chunks with another `epoch` than the newest
+    superblock's are ignored. `tag` is the share tag, 16 bytes; a read accepts no other."""
 
     epoch: int
     tag: bytes
@@ -150,14 +149,12 @@ def region_uuid(pool_uuid: bytes, target: int) -> bytes:
 
 def share_tag(keyspace: str, weights_version: bytes = b"") -> bytes:
     """Return the tag of the weights that compute a keyspace's chunks. `keyspace` is its digest,
-    which covers the weights at the start. `weights_version` identifies later weights; empty for
-    none."""
+    which covers the weights at the start. `weights_version` identifies later weights, if any."""
     return hashlib.sha256(keyspace.encode("ascii") + b"\0" + weights_version).digest()[:TAG_BYTES]
 
 
 def client_of(salt: str) -> int:
-    """Return the client's number for a `cache_salt`, even an empty one: 32 bits of a digest, never
-    0."""
+    """Return the client's number for a `cache_salt` (may be empty): 32 bits, never 0."""
     digest = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:4]) or 1
 
@@ -203,8 +200,7 @@ def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
     )
 
 
-#: The required content of a slot: identity, payload length, place, share tag.
-Wanted = tuple[SlotIdentity, int, SlotPlace, bytes]
+Wanted = tuple[SlotIdentity, int, SlotPlace, bytes]  # identity, length, place, share tag
 
 
 def verify(

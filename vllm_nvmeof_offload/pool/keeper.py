@@ -65,13 +65,10 @@ class Keeper:
         self._wait_ns = self._takeover_ns // 2
         self._permit = permit
         self._clock = clock
-        #: The newest page with our name that was read or written.
-        self._page: LeasePage | None = None
+        self._page: LeasePage | None = None  # the newest page with our name, read or written
         #: The start of the last renewal that found our name and ended before it was late.
         self._renewed_ns = permit.until_ns - self._permit_ns
-        #: The time at which this keeper, when late, first found our name, with no other since; 0 if
-        #: never.
-        self._watched_ns = 0
+        self._watched_ns = 0  # when this late keeper first found our name, with no other since
         self._opens_ns = 0  # renewals that started before this time open no permit
 
     def renew(self, io: PageIo, epoch: int) -> None:
@@ -131,8 +128,7 @@ class Region:
             self.lock.release()
 
     def order(self) -> Order | None:
-        """Return the order to renew the lease. Return None without a group if the target is lost.
-        Safe on any thread."""
+        """Return the order to renew; None without a group if the target is lost. Thread-safe."""
         lease, lock = self.lease, self.lock
         if lock is None and not lease.leasing.in_group:
             return None

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock and the lease of a region, which name its owner: the only process that may write there.
+"""The lock and the lease of a region, which decide which process may write the region.
 
-The lock is an flock on the empty file `lock` of a rank directory. It decides which process of this
-kernel may write the directory. It ends with its process, even after SIGKILL, so a dead process's
-lock file keeps no other process out. Other hosts may not see the flock, so the directory also has a
-lease, a page that names its owner.
+The lock is an flock on the empty file `lock` of a rank directory. It keeps out other processes of
+this kernel, and ends with its process, even after SIGKILL. Other hosts may not see the flock, so
+the directory also has a lease, a page that names its owner.
 
 The page, 4 KiB, little endian, in the file `lease` of a rank directory::
 
@@ -17,8 +16,7 @@ The page, 4 KiB, little endian, in the file `lease` of a rank directory::
     48  u32 epoch of the region, for display
 
 The owner's *keeper* (`keeper`) renews the page: every 5 s if only this host writes the file system,
-and every 3.3 s if a *group* of servers on several hosts does. Clocks of two hosts are never
-compared.
+and every 3.3 s if a *group* of servers on several hosts does.
 
 A claim locks the directory (`DirectoryLock`) and checks the page (`takeover`). A region can be
 taken if no process has claimed it, if its last owner released it, or if the page has not changed
@@ -30,14 +28,12 @@ until this write has completed and `settle_s` has passed, and then reads the pag
 several claimants finds its own name, and the others look for another region.
 
 The keeper reads the page before it renews it. If the page names another owner, the process has lost
-the lease for good and writes nothing more. In a group the keeper also advances the write permit
-with each renewal. This is a word of shared memory that every writer to the region checks: the time
-at which the renewal began, plus a third of `takeover_s`. So a server whose renewals do not complete
-stops writing long before its region can be taken, and continues once they complete, if the region
-was not taken (`Keeper`). The clock of permits also runs while the machine sleeps.
+the lease for good and writes nothing more. In a group, each renewal also advances the write permit,
+a word of shared memory that every writer to the region checks: the time at which the renewal began,
+plus a third of `takeover_s`. So a server whose renewals do not complete stops writing long before
+its region can be taken, and continues after they complete, if the region was not taken (`Keeper`).
 
-A lease is not a fence. Writes queued in the kernel may complete after a takeover; see
-docs/sharing.md for what that costs.
+A lease is not a fence: writes queued in the kernel may complete after a takeover (docs/sharing.md).
 """
 
 from __future__ import annotations
@@ -68,8 +64,7 @@ from vllm_nvmeof_offload.units import PAGE_BYTES, printable
 
 # -- locks ----------------------------------------------------------------------------
 
-#: The time that a start waits for a killed process that is still blocked in the kernel.
-ENDING_WAIT_S_MAX = 30.0
+ENDING_WAIT_S_MAX = 30.0  # for a killed process that is still blocked in the kernel
 _SIGKILL_BIT = 1 << 8
 
 
@@ -178,12 +173,10 @@ _ENGINE_BYTES = 128
 _PAGE = struct.Struct(f"<8s16sQQIIII16s{_NAME_BYTES}s{_NAME_BYTES}s{_ENGINE_BYTES}s")
 _CRC = struct.Struct("<I")
 _WORD_BYTES = 8
-#: A device may write less than a page at once, so a page is reread before it counts as damaged.
-_READS = 3
+_READS = 3  # before a page counts as damaged: a device may write it in parts
 _BEATS_PER_PERMIT = 3  # the number of renewals of a group's region within one permit
 TAKEOVER_S = 30.0
-#: The number of renewals within `TAKEOVER_S` if only this host uses the file system.
-_BEATS_PER_TAKEOVER = 6
+_BEATS_PER_TAKEOVER = 6  # renewals within `TAKEOVER_S` without a group
 
 
 def boot_ns() -> int:
@@ -285,8 +278,8 @@ class LeasePage:
 
     @staticmethod
     def damaged(page: bytes) -> LeasePage:
-        """Return a stand-in for a damaged page, which a live owner soon rewrites. No process owns
-        it."""
+        """Return a stand-in for a damaged page, with an owner that no process has. A live owner
+        soon rewrites the page."""
         owner = hashlib.sha256(page).digest()[:OWNER_BYTES]
         return LeasePage(owner, 0, 0, 0, 0, "an unknown host", 0, "")
 

@@ -43,8 +43,7 @@ from vllm_nvmeof_offload.units import PAGE_BYTES
 
 LOG_MAGIC = 0x474C564E
 RECORDS_PER_PAGE = 63
-#: At 6,000 writes per second, these 64,512 records let a follower lag by ten seconds.
-LOG_PAGES_MAX = 1024
+LOG_PAGES_MAX = 1024  # a follower may lag by ten seconds at 6,000 writes per second
 #: The largest share of a target's pool for its log. A log shorter than `LOG_PAGES_MIN` is omitted,
 #: because the table of such a small pool can be read as quickly.
 LOG_PART, LOG_PAGES_MIN = 1 / 64, 16

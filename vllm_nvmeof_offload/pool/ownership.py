@@ -62,8 +62,7 @@ from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 INSTANCES_MAX = 64  # the most instances of one keyspace on one set of targets
 LOCAL = Leasing(in_group=False)  # the leasing for a file system that only this host writes
-#: The longest wait of a claim for another claim, whose device may never answer.
-CLAIM_WAIT_S_MAX = 30.0
+CLAIM_WAIT_S_MAX = 30.0  # for another claim, whose device may never answer
 
 
 @dataclass(frozen=True)
@@ -120,8 +119,7 @@ class PoolSpec:
 
     @property
     def slots_per_target(self) -> int:
-        """The slots, with table entries, that fit into each target's share of `pool_bytes` beside
-        the log."""
+        """The slots that fit on each target, with their table entries and next to the log."""
         left = self.pool_bytes // len(self.targets) - self.log_pages_per_target * PAGE_BYTES
         return left // (self.slot_bytes + ENTRY_BYTES)
 
@@ -293,9 +291,9 @@ class _EndingError(Exception):
 
 
 def _candidates(spec: PoolSpec, space: Path) -> Iterable[int]:
-    """Return instances in the order to try: first those with other ranks of the engine. In a group,
-    those that this server held follow, then those without an owner, then the least recently
-    renewed."""
+    """Return instances in the order to try: first those with other ranks of the engine, then, in a
+    group, those that this server held, those without an owner, and the others, least recently
+    renewed first."""
     if spec.engine_index is not None:
         return [spec.engine_index]
     every = range(INSTANCES_MAX) if spec.engine else ()
@@ -379,10 +377,9 @@ def _claim_all(
 
 
 def _lock(directory: Path, leasing: Leasing, takeover: Takeover) -> DirectoryLock | Path:
-    """Lock a region whose owner is dead or gone (`lease` has the rules), or return the file that
-    names a live owner. Raises PoolLockedError for a live owner on another host outside our group,
-    UnsettledError if it is not known yet whether the owner lives, and OSError if a file cannot be
-    opened."""
+    """Lock a region whose owner is dead or gone (see `lease`), or return the file that names a live
+    owner. Raises PoolLockedError for a live owner on another host outside our group, UnsettledError
+    if the owner's state is not known yet, OSError if a file cannot be opened."""
     io, lock = lease_of(directory), DirectoryLock.claim(directory)
     with contextlib.ExitStack() as undo:
         undo.callback(lock.release if lock is not None else lambda: None)

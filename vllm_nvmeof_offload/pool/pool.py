@@ -107,10 +107,8 @@ class Background:
 #: The threads per target: one each to write its superblock, log and sessions and to close files,
 #: and one more in case a superblock write of the last attachment hangs.
 _BACKGROUND_THREADS = 5
-#: The most bytes that are read from a sessions file; a longer file is ignored.
-_SESSIONS_BYTES_MAX = 1 << 28
-#: A function that replaces a file in the directory at this path. Can raise OSError.
-Replace = Callable[[Path], None]
+_SESSIONS_BYTES_MAX = 1 << 28  # a longer sessions file is ignored
+Replace = Callable[[Path], None]  # replaces a file in this directory; can raise OSError
 #: A function called once, with OK, CANCELLED or an I/O error, on any thread, even the caller's.
 OnEnd = Callable[[Outcome], None]
 
@@ -192,11 +190,9 @@ class Pool:
         superblocks, self._adopt_slots, stamp = prepare(spec, slabs, claim)
         self._claim = claim
         self._slabs = slabs
-        #: By target, the permit that states whether its region may be written now.
-        self.permits = claim.permits
+        self.permits = claim.permits  # by target: whether the region may be written now
         self.superblocks = superblocks  # by target, the superblock that the target should have now
-        #: The stamp of writes to a target that has the newest superblock.
-        self.stamp = self._unnamed = stamp
+        self.stamp = self._unnamed = stamp  # for targets that have the newest superblock
         self._named = spec.named
         self._on_progress = on_progress
         self.target_count = len(slabs)
@@ -208,20 +204,16 @@ class Pool:
         #: The server's name in its group; empty if it is in none.
         self.lease_name = spec.leasing.name if spec.leasing.in_group else ""
         self.directories = claim.directories  # this rank's, by target
-        #: The features that run slower than requested, and why, for display.
-        self.fallbacks = choose_direct(spec, slabs)
+        self.fallbacks = choose_direct(spec, slabs)  # what is slower than requested, and why
         for slab in slabs:
             if spec.leasing.in_group and slab.direct:
                 slab.use_direct_log()
-        #: By target, whether its slab is open for O_DIRECT.
-        self.is_direct = tuple(slab.direct for slab in slabs)
-        #: Whether every slab is direct; buffers and offsets must then be 4 KiB aligned.
-        self.direct = all(self.is_direct)
+        self.is_direct = tuple(slab.direct for slab in slabs)  # by target
+        self.direct = all(self.is_direct)  # buffers and offsets must then be 4 KiB aligned
         self._closed = False
         claim.has_epoch(superblocks[0].epoch)
         self._written = threading.Condition()
-        #: By target, the threads for calls that may hang with it.
-        self.background: list[Background] = []
+        self.background: list[Background] = []  # by target, for calls that may hang with it
         try:
             for target in range(self.target_count):
                 self.background.append(Background(f"pool-{target}", _BACKGROUND_THREADS))
@@ -261,8 +253,7 @@ class Pool:
         return slab.fd, slab.table_fd, slab.log_fd
 
     def log(self, target: int) -> LogFile:
-        """Return the target's log, after reading all of it to find its next page. Can raise
-        OSError."""
+        """Return the target's log. Reads all of it to find the next page. Can raise OSError."""
         fd, pages = self._slabs[target].log_fd, self.superblocks[target].log_pages
         lease_generation = self.superblocks[target].lease_generation
         return LogFile(fd, pages, next_sequence(fd, pages) if pages else 0, lease_generation)
@@ -281,8 +272,7 @@ class Pool:
 
     def adopt(self) -> AdoptedEntries:
         """Return the chunks that an earlier process stored; none unless `spec.adopt`. Call once, at
-        start. A missing, truncated or damaged table is rebuilt from the slots' headers
-        (`on_progress`)."""
+        start. A missing or damaged table is rebuilt from the slots' headers (`on_progress`)."""
         return adopt_entries(self._slabs, self._adopt_slots, self.superblocks, self._on_progress)
 
     def begin_reset(self, tag: bytes, named: bool) -> tuple[Stamp, Stamp]:
@@ -398,10 +388,10 @@ class Pool:
         return close
 
     def close(self, abandon: bool = False) -> None:
-        """Close the files and release the claim. With `abandon`, an engine's thread still hangs in
-        the kernel, so every descriptor stays open until the process exits, or its number could be
-        reused for another file. A hung superblock write has the same effect: no other owner may
-        take over before it ends."""
+        """Close the files and release the claim. `abandon` is for an engine's thread that hangs in
+        the kernel: every descriptor then stays open until the process exits, so that its number is
+        not reused. A hung superblock write has the same effect: no other owner may take over before
+        it ends."""
         if self._closed:
             return
         abandon = abandon or self._is_writing()

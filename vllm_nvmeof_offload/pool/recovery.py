@@ -55,8 +55,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.units import HEADER_BYTES, format_bytes
 
-#: A function called with (header pages read, pages to read) while a table is rebuilt.
-Progress = Callable[[int, int], None]
+Progress = Callable[[int, int], None]  # (header pages read, header pages to read)
 
 _SCAN_THREADS = 16
 _SCAN_BATCH = 1024

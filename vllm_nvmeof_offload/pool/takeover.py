@@ -36,10 +36,10 @@ class _Watched:
 
 @dataclass
 class Takeover:
-    """The observation of owners on other hosts, which shows whether they are dead. Clocks of two
-    hosts may differ by hours, so no time in a page proves anything. But a live owner keeps changing
-    its page. A page that has not changed for `takeover_s`, on this process's own clock, names a
-    dead owner."""
+    """The observation of owners on other hosts, which shows whether they are dead. Two hosts'
+    clocks may differ, so no time in a page proves anything. But a live owner keeps changing its
+    page: a page that has not changed for `takeover_s`, on this process's own clock, names a dead
+    owner."""
 
     takeover_s: float = TAKEOVER_S
     clock: Callable[[], float] = time.monotonic
@@ -55,8 +55,7 @@ class Takeover:
         return seen
 
     def is_dead(self, path: Path, page: Hashable) -> bool:
-        """Return whether the owner in the page read from `path` is dead. Raises UnsettledError if
-        unknown."""
+        """Return whether the owner in the page just read is dead. Raises UnsettledError if unknown."""
         seen = self._watch(path, page)
         if self.clock() - seen.since_s >= self.takeover_s:
             return True
@@ -115,8 +114,7 @@ class Takeover:
 class OwnerState:
     """The owner of a region as seen by this process. `kind` is "free" (no owner), "live" (its flock
     or a beat was seen), "dead", or "silent" (no beat was seen yet). `page` is None if the region
-    was never claimed. `unchanged_s` is how long the page has been unchanged, by this process's own
-    clock."""
+    was never claimed. `unchanged_s` is how long this process has seen the page unchanged."""
 
     kind: str
     page: LeasePage | None = None

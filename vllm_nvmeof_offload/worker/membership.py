@@ -24,8 +24,7 @@ from dataclasses import asdict, dataclass
 from vllm_nvmeof_offload.native import set_words_bytes
 from vllm_nvmeof_offload.staging import SetMemory
 
-#: The longest wait for the other ranks. vLLM allocates all KV caches at about the same time.
-MEET_S = 60.0
+MEET_S = 60.0  # vLLM allocates the KV caches of all ranks at about the same time
 _RETRY_S = 0.02
 _MESSAGE_BYTES_MAX = 4096
 _CREDENTIALS = struct.Struct("3i")  # process, user, group

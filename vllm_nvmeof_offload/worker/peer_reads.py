@@ -393,10 +393,10 @@ def open_links(
     wake: Callable[[], None],
     staging: Staging,
 ) -> PeerLinks | None:
-    """Start the threads for peers. Return None if there are no peers. `tag` is the current share
-    tag. `wake` is called after chunks from peers have been copied into their cache slots. Raises
-    ConfigError if this process cannot listen at `peer_listen`, or if its messaging library does not
-    support the share secret."""
+    """Start the threads for peers; return None without peers. `tag` is the current share tag.
+    `wake` is called after chunks from peers have been copied into cache slots. Raises ConfigError
+    if this process cannot listen at `peer_listen`, or its messaging library does not support the
+    secret."""
     if not settings.peers and serve_port is None:
         return None
     rank, listen = common.rank, settings.peer_listen

@@ -82,8 +82,7 @@ _RETRYABLE = [ERRORS.get(number, (False,))[0] for number in range(max(ERRORS) + 
 @dataclass(frozen=True, slots=True)
 class TransferLimits:
     """The limits on one rank's I/O. Deadlines are in seconds from the first submission. Limits on
-    bytes apply to each target; limits on operations are divided among the targets, at least one
-    each."""
+    bytes are per target; limits on operations are divided among the targets, at least one each."""
 
     group_bytes: tuple[int, ...] = field(kw_only=True)  # per chunk, by group
     rank: int = 0
@@ -126,8 +125,7 @@ class _Ticket(NamedTuple):
     size_bytes: int
     began_s: float
     payloads: Payloads | None
-    #: uint8[n]: whether each payload needs a CRC, for members of the set to compare or to verify a
-    #: load; None if none does.
+    #: uint8[n]: whether each CRC is needed, to compare it in the set or to verify a load; or None.
     sampled: npt.NDArray[np.uint8] | None
 
 
@@ -176,8 +174,7 @@ class TransferPipeline:
         self._regions = Regions(self._machine, io, opener, targets) if opener else None
         self._tag = io.stamp.tag
         self._serving = self._serving_of(serve, staging) if serve else None
-        #: Whether this rank belongs to a set of ranks with equal bytes.
-        self.in_set = staging.members is not None
+        self.in_set = staging.members is not None  # a set of ranks with equal bytes
         self._newest: tuple[int, object] = (0, None)  # the newest fence, after its number
         self._passed = 0  # number of the newest fence known to have passed
         self._open: dict[int, object] = {}  # the fences after that one, oldest first
@@ -298,8 +295,7 @@ class TransferPipeline:
         self._submit_copies()
 
     def submit_copies(self) -> bool:
-        """Submit the copies that are ready. Return whether `step` must follow, because a row was
-        decided."""
+        """Submit the copies that are ready. Return whether a row was decided: then call `step`."""
         self._submit_copies()
         return self._machine.to_report > 0
 
@@ -371,8 +367,7 @@ class TransferPipeline:
         return self._machine.idle
 
     def read_queues(self) -> list[tuple[int, float]]:
-        """Return, by lane, the bytes queued ahead of a new read, and the seconds they take (0 if
-        unknown)."""
+        """Return by lane the bytes ahead of a new read and the seconds they take (0 if unknown)."""
         return self._machine.read_queues()
 
     def _foreign_place(self, place: int) -> SlotPlace | None:

@@ -44,8 +44,7 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.targets.health import Verdict
 
 _OPENING_MAX = 64  # the most attaches in progress; more fail with EAGAIN
-#: The number of threads that open files, which bounds the opens that can hang at a time.
-_OPENERS = 8
+_OPENERS = 8  # threads that open files, and so the most opens that can hang
 #: Numbers for owners that only peers have named, above those that the follower assigns.
 _UNNAMED_OWNERS = range(OWNERS_MAX + 1, 1 << 15)
 _UNUSED_S = 60.0  # the time without a request after which the files of such an owner are closed
@@ -103,8 +102,7 @@ class Regions:
         self._attachments = [0] * target_count
         self._unnamed: dict[int, int] = {}  # owners that only peers have named, by engine
         self._asked_s: dict[int, float] = {}  # when such an owner was last requested
-        #: Targets that were never searched, or whose regions may have been replaced.
-        self._missed: set[int] = set()
+        self._missed: set[int] = set()  # targets never searched, or whose regions may be replaced
 
     def attach(self, command: AttachCommand) -> None:
         self._machine.attach(command.op, command.owner)
@@ -329,9 +327,9 @@ class RegionFiles:
         return OpenRegions(command, error=error)
 
     def _region(self, command: AttachCommand, target: int) -> ForeignSlab | None:
-        """Open the region of the command's pool on `target`. Return None if it is not there. Raises
-        PoolFormatError if its superblock is damaged or has another shape, and OSError if a file
-        cannot be read."""
+        """Open the region of the command's pool on `target`; None if it is not there. Raises
+        PoolFormatError if its superblock is damaged or has another shape, OSError if a file cannot
+        be read."""
         ours = self._pool.superblocks[target]
         pools = self._pool.keyspace(target)
         try:
