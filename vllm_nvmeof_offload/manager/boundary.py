@@ -137,7 +137,7 @@ def automatic(groups: Sequence[RankGroup], unit: int) -> int:
     else:
         reaches = (one.group.tokens_per_chunk * (one.group.reach_chunks or 0) for one in sparse)
         worth = max(reaches) / _COST_SHARE
-    # A rank of a pipeline may have no layer of these groups.
+    # A pipeline-parallel rank may have no layer of these groups.
     interval = max(1, math.ceil(worth / unit)) * unit
     return math.ceil(_BOUNDARY_TOKENS_MIN / interval) * interval
 
@@ -211,7 +211,7 @@ def _boundary(
 
 
 def _reach_at(group: Group, boundary: int) -> int:
-    """Return the number of chunks of a window or state that a boundary needs. A window that ends
+    """Return the number of chunks that a boundary needs of a window or state. A window that ends
     within a chunk may need one more."""
     assert group.reach_chunks is not None
     if group.kind is not GroupKind.WINDOW or group.reach_tokens is None:

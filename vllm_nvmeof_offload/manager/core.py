@@ -599,7 +599,7 @@ class ManagerCore:
         `count_writes=False` ignores writes, because they can wait for the engine's next step."""
         if self._unsent or self._tiers.fetches_intended:
             return True
-        # Only a save that is due soon counts, or an idle engine would step for nothing.
+        # Count only saves that are due soon, or an idle engine would keep stepping.
         saves_soon = self._is_unsaved and self._save_s - self._clock() <= _SAVES_PERIOD_S
         if count_writes and (self._tiers.writes_intended or saves_soon):
             return True
@@ -709,9 +709,9 @@ class ManagerCore:
         return any(op.kind is OpKind.STORE for op in self._ledger)
 
     def reset(self, *, same_weights: bool = False) -> bool:
-        """Drop every entry, on disk too. Slots become free as the ranks release them. With
-        `same_weights`, later chunks keep the share tag. Return False if nothing was left to drop
-        and a reset is already queued."""
+        """Drop every entry, including those on disk. Slots become free as the ranks release them.
+        With `same_weights`, later chunks keep the share tag. Return False if nothing was left to
+        drop and a reset is already queued."""
         tag = self._shared_tag if same_weights else self._tag if self._is_named else b""
         last = self._unsent[-1] if self._unsent else None
         if isinstance(last, ResetCommand) and _tag_of(last) == tag and not self._tiers:

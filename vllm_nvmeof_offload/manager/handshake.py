@@ -34,7 +34,7 @@ CREDIT_SHARE = 2.0
 
 
 def ahead_shares(share: float) -> tuple[float, float, float]:
-    """Return the shares for one load, preempted requests and queued requests."""
+    """Return the shares for a single load, for preempted requests and for queued requests."""
     return share, share / 2, share / 2
 
 
@@ -204,8 +204,8 @@ def _adopted(
 ) -> tuple[AdoptedEntries, int, int]:
     """Return the entries found on all ranks that must have them, the number of entries on the rank
     that found the most, and the number of the first rank's entries that are not adopted. A chunk
-    with a copy on every rank must be on all ranks; one copy per set must be on the same member of
-    every set."""
+    with a copy per rank must be on all ranks; a chunk with a copy per set must be on the same
+    member of every set."""
     all_holders = [[_of_member(_in_order(hello.adopted), EVERY_MEMBER) for hello in hellos]]
     for size in sorted(set(set_sizes.values()) - {1}):
         ids = [group.group_id for group, of_group in set_sizes.items() if of_group == size]

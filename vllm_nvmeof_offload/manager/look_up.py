@@ -121,8 +121,8 @@ class RequestLookUps:
         self._logged: tuple[bool, float] = (True, -_LOG_PERIOD_S)
 
     def answer(self, request_id: str, question: Question, ask: Ask, second: int) -> Answer:
-        """Return what the request should load. If admission declines what was found, the second
-        look-up is limited to the sources in `second`."""
+        """Return what the request should load. If admission declines the hit, the second look-up is
+        limited to the sources in `second`."""
         answer = self._look_up(request_id, question, ask)
         if answer.found is None:
             return answer
@@ -133,7 +133,7 @@ class RequestLookUps:
                 return answer
             self.declined(request_id, answer.found)
         if answer.found and self._requests[request_id].last != question:
-            # vLLM's state of the request is still that of the look-up in the other sources.
+            # vLLM's state of the request still stems from the look-up in the other sources.
             answer = self.asked(request_id, ask(question))
         return answer
 
@@ -172,7 +172,7 @@ class RequestLookUps:
         return answer
 
     def decide(self, request_id: str, answer: Answer) -> Attempt:
-        """Decide whether to load what a look-up in all sources found. If not, the caller must look
+        """Decide whether to load the hit of a look-up in all sources. If not, the caller must look
         up the request in the CPU tier only, and then call `declined`."""
         local, found = answer.question.local, answer.found or 0
         known = self._requests.setdefault(request_id, _LookedUp())
@@ -238,8 +238,8 @@ class RequestLookUps:
         return known.attempt if known else None
 
     def end(self, request_id: str) -> tuple[Attempt | None, int | None]:
-        """Forget a request that has received or returned GPU blocks, or has ended. Return its
-        decision, and the number of tokens up to the end of what was found."""
+        """Forget a request that has received or returned its GPU blocks, or has ended. Return its
+        decision, and the number of tokens up to the end of its hit."""
         known = self._requests.pop(request_id, None)
         return (known.attempt, known.boundary) if known else (None, None)
 

@@ -141,6 +141,6 @@ class RequestLog:
 
 
 def _whole(request_id: str) -> str:
-    """Return the id without the number that vLLM puts before one of several answers."""
+    """Return the id without the number that vLLM adds in front to distinguish several answers."""
     number, _, rest = request_id.partition("_")
     return rest if number.isdecimal() else request_id

@@ -88,8 +88,8 @@ class ResumeCounter:
             self._offered[request_id] = (local, found)
 
     def resumed(self, request_id: str, loaded: int) -> bool:
-        """Count what a preempted request gets back when it gets its GPU blocks, into which `loaded`
-        tokens are loaded. Return False for any other request."""
+        """Count the tokens that a preempted request recovers when it resumes, of which `loaded` are
+        loaded. Return False for any other request."""
         offer = self._offered.pop(request_id, None)
         if offer is None:
             return False
@@ -153,9 +153,9 @@ class WaitingRequests:
             self._follow(request, request.num_tokens - 1, order)
 
     def allocated(self, request_id: str, loaded: int) -> Attempt | None:
-        """Record that the request got its GPU blocks. Count what it gets back, and count and return
-        the decision on its hit. `loaded` is the number of tokens that vLLM lets us load: 0 if
-        another connector loads them, or if GPU memory contains them."""
+        """Record that the request got its GPU blocks. Count the tokens that it recovers, and count
+        and return the decision on its hit. `loaded` is the number of tokens that vLLM lets us load:
+        0 if another connector loads them, or if GPU memory contains them."""
         attempt, found = self.look_ups.end(request_id)
         self._core.reload.left(request_id)
         self._going.add(request_id)

@@ -106,7 +106,7 @@ class MetricsCollector:
 
 
 def _read_queues(levels: Iterable[LevelReport], targets: int) -> Counts:
-    """Return the read queues' waits on the slowest rank, by lane: first targets, then peers."""
+    """Return the longest wait in any rank's read queue, by lane: targets first, then peers."""
     gauges = Counts({("read_queue_seconds", str(number)): 0 for number in range(targets)})
     for level in levels:
         for number, seconds in enumerate(level.read_waits_s):
@@ -140,7 +140,7 @@ def start_line(
 ) -> str:
     """Return one log line for all ranks. Values that differ are listed by rank. `alone` is the
     reason why other servers' chunks are not loaded: empty if they are loaded, None if sharing is
-    off. `group` names the servers whose chunks are loaded; empty for all of this host."""
+    off. `group` names the servers whose chunks are loaded; empty for all servers of this host."""
     first, ranks, capacity = hellos[0], len(hellos), core.capacity
     config, adopted = core.config, int(core.counters["adoption_chunks", "adopted"])
     size = capacity.slot_bytes

@@ -309,7 +309,7 @@ class PeerClients(SessionThread):
         except (_SessionLostError, TransportError, zmq.ZMQError, ImportError) as error:
             self.counts.other_secret += isinstance(error, _OtherSecretError)
             why = str(error)
-        # Not in the handlers: an exception refers to the agent, which must be freed.
+        # Outside the handlers, because an exception refers to the agent, which must be freed.
         if why:
             self._lose(lane, why)
         self._show(lane)

@@ -211,7 +211,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def decode(raw: bytes) -> AnyMessage:
-    """Decode a message, whatever its number. Raises MalformedError."""
+    """Decode a message without checking its number. Raises MalformedError."""
     if len(raw) > MESSAGE_BYTES_MAX:
         raise MalformedError(f"{len(raw)} bytes")
     try:
@@ -397,7 +397,9 @@ NOT_PROVEN = (
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
-STRANGER = "its share secret differs, or it is not a peer; give all the same share_secret_file"
+STRANGER = (
+    "its share secret differs, or it is not a peer; give all servers the same share_secret_file"
+)
 
 
 def lock(socket: zmq.Socket[bytes], secret: bytes, *, serves: bool) -> None:

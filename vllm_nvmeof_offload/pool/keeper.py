@@ -89,7 +89,7 @@ class Keeper:
         if is_ours:
             self._page = found
         if self._page is None:
-            raise OSError(errno.EIO, "no owner is named, or the page is damaged")
+            raise OSError(errno.EIO, "the page names no owner or is damaged")
         claims = is_late and is_ours
         self._watched_ns = (self._watched_ns or self._clock()) if claims else 0
         if claims and begun_ns < self._watched_ns + self._wait_ns:
@@ -155,8 +155,8 @@ class Order:
 
 
 def keep(regions: Sequence[Region], permits: Permits) -> Companion:
-    """Renew these regions' leases at the intervals they need, until stopped. `permits` are theirs.
-    Without a group, the first renewal follows after one interval: a short hold needs no process."""
+    """Renew the leases of these regions until stopped. `permits` are the regions'. Without a group,
+    the first renewal follows after one interval: a short hold needs no process."""
     leasings = [region.lease.leasing for region in regions]
     period_s = min(leasing.beat_s for leasing in leasings)
     is_urgent = any(leasing.in_group for leasing in leasings)  # permits expire soon

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The lock and the lease of a region, which decide which process may write the region.
+"""The lock and the lease of a region: they decide which process may write there.
 
 The lock is an flock on the empty file `lock` of a rank directory. It keeps out other processes of
 this kernel, and ends with its process, even after SIGKILL. Other hosts may not see the flock, so
@@ -132,7 +132,7 @@ class DirectoryLock:
 
 
 def is_locked(directory: Path) -> bool:
-    """Return whether a process holds the flock, as far as this kernel knows. Raises OSError."""
+    """Return whether a process that this kernel knows holds the flock. Raises OSError."""
     try:
         fd = open_private(directory / LOCK_FILE, os.O_RDONLY)
     except FileNotFoundError:
@@ -150,7 +150,8 @@ def is_locked(directory: Path) -> bool:
 
 def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
     """Return whether process `pid` exists but was killed, or has lost its first thread. In a
-    container, `pid` can be another process's number; a claim then waits once in vain."""
+    container, `pid` can be another process's number, which makes a claim wait once
+    unnecessarily."""
     try:
         # The name of a process may contain any bytes.
         status = (proc / str(pid) / "status").read_text(encoding="ascii", errors="replace")
@@ -297,8 +298,8 @@ class PageIo(Protocol):
 @dataclass(frozen=True, slots=True)
 class PageFile:
     """The page at the start of a file. Reads and writes bypass this kernel's page cache. With
-    `file`, no other file is accessed, because another file system, with another owner, may be
-    mounted at the path by now. None allows any file there."""
+    `file`, no other file is accessed, because another file system, with another owner, may have
+    been mounted at the path. None allows any file there."""
 
     path: Path
     file: FileId | None = None

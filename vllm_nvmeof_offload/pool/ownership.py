@@ -119,7 +119,7 @@ class PoolSpec:
 
     @property
     def slots_per_target(self) -> int:
-        """The slots that fit on each target, with their table entries and next to the log."""
+        """The slots per target for which `pool_bytes` has space, with table entries and a log."""
         left = self.pool_bytes // len(self.targets) - self.log_pages_per_target * PAGE_BYTES
         return left // (self.slot_bytes + ENTRY_BYTES)
 
@@ -291,9 +291,9 @@ class _EndingError(Exception):
 
 
 def _candidates(spec: PoolSpec, space: Path) -> Iterable[int]:
-    """Return instances in the order to try: first those with other ranks of the engine, then, in a
-    group, those that this server held, those without an owner, and the others, least recently
-    renewed first."""
+    """Return instances in the order to try. The engine's own instances are first. In a group, the
+    instances that this server held follow, then those without an owner, and last the others, least
+    recently renewed first."""
     if spec.engine_index is not None:
         return [spec.engine_index]
     every = range(INSTANCES_MAX) if spec.engine else ()

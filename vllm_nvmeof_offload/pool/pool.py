@@ -104,8 +104,8 @@ class Background:
                 self._changed.wait()
 
 
-#: The threads per target: one each to write its superblock, log and sessions and to close files,
-#: and one more in case a superblock write of the last attachment hangs.
+#: The threads per target: one each for its superblock, its log, its sessions and closing files, and
+#: one more in case a superblock write of the last attachment hangs.
 _BACKGROUND_THREADS = 5
 _SESSIONS_BYTES_MAX = 1 << 28  # a longer sessions file is ignored
 Replace = Callable[[Path], None]  # replaces a file in this directory; can raise OSError
@@ -136,7 +136,7 @@ class _FileWriter:
             self.background.run(self, self._run)
 
     def withdraw(self) -> None:
-        """Cancel the write that waits for a hung one."""
+        """Cancel the write that waits behind a hung one."""
         with self.changed:
             waiting, self._next = self._next, None
         if waiting is not None:

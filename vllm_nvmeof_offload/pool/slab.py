@@ -33,7 +33,7 @@ _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_longlong, ctype
 
 
 class Slab:
-    """The slab, table and log of one rank directory; buffered until `use_direct`."""
+    """The slab, table and log of one rank directory. I/O is buffered until `use_direct`."""
 
     def __init__(
         self,

@@ -92,7 +92,7 @@ class Surveyed:
 
 def find(targets: Iterable[Path], ours: bool = False) -> list[RankDirectory]:
     """Return every rank directory on `targets`, sorted by name, without following links. `ours`
-    omits other users'. Raises PoolError if a target is no directory or cannot be listed."""
+    omits other users'. Raises PoolError if a target is not a directory or cannot be listed."""
     uid = os.geteuid() if ours else None
     found: list[RankDirectory] = []
     for target in targets:

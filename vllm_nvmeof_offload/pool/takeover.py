@@ -37,9 +37,9 @@ class _Watched:
 @dataclass
 class Takeover:
     """The observation of owners on other hosts, which shows whether they are dead. Two hosts'
-    clocks may differ, so no time in a page proves anything. But a live owner keeps changing its
-    page: a page that has not changed for `takeover_s`, on this process's own clock, names a dead
-    owner."""
+    clocks may differ, so a time in a page proves nothing. But a live owner keeps changing its page:
+    a page that has not changed for `takeover_s`, on this process's own clock, names a dead owner.
+    """
 
     takeover_s: float = TAKEOVER_S
     clock: Callable[[], float] = time.monotonic
@@ -55,7 +55,7 @@ class Takeover:
         return seen
 
     def is_dead(self, path: Path, page: Hashable) -> bool:
-        """Return whether the owner in the page just read is dead. Raises UnsettledError if unknown."""
+        """Return whether the owner in this page is dead. Raises UnsettledError if not known yet."""
         seen = self._watch(path, page)
         if self.clock() - seen.since_s >= self.takeover_s:
             return True
@@ -78,7 +78,7 @@ class Takeover:
                 self.wait(POLL_S)
 
     def look(self, directory: Path) -> OwnerState:
-        """Return the state of a region's owner, as far as this object has seen. Writes nothing.
+        """Return the state of a region's owner, judged from the pages seen so far. Writes nothing.
         Raises OSError if the page or the lock cannot be read."""
         path = lease_of(directory).path
         page = read_lease(lease_of(directory))

@@ -110,7 +110,7 @@ def _lead(layout: SetLayout, end_s: float) -> int:
 
 
 def _greeted(other: socket.socket, layout: SetLayout, end_s: float) -> int | None:
-    """Return the number of the member that connected, or None if `other` is no member."""
+    """Return the number of the member that connected, or None if `other` is not a member."""
     other.settimeout(_left(end_s))
     if _user_of(other) != os.getuid():
         return None

@@ -6,7 +6,7 @@ The native machine decides which chunks a peer reads; the sessions carry the req
 chunks. Nothing waits for a peer, and all peers are optional. Without NIXL and RDMA, peers send
 chunks in messages. Without the messaging libraries, no peer is used, and this is logged once.
 
-The peer server's thread requests reads for peers, and the machine does them after the reads that
+The peer server's thread requests reads for peers, and the machine starts them after the reads that
 local loads wait for. A peer may request anything, so a read is passed to the machine only if its
 region is open here, it fits the region, and it is for our current weights.
 """

@@ -600,7 +600,7 @@ class PipelineRunner:
                 self._open.update(ops)
         with self._handing_over:
             self._inbox.append(lambda: call(self._pipeline))
-            # A call that is not the first is taken together with the earlier ones.
+            # Only the first call wakes the thread, which then takes all queued calls.
             is_first = len(self._inbox) == 1
         if is_first:
             self._waker.wake()

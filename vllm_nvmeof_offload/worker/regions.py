@@ -353,7 +353,7 @@ class RegionFiles:
         return ForeignSlab(fd, found.place(0).region_uuid, found.rank)
 
     def _close(self, fds: Iterable[int], known: bool = False) -> None:
-        """Close these descriptors, with `known` even those that are not in `_open_fds`."""
+        """Close these descriptors. With `known`, close even those that are not in `_open_fds`."""
         for fd in fds:
             with self._lock:
                 if not known and fd not in self._open_fds:

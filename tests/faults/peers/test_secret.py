@@ -87,7 +87,7 @@ def test_any_other_secret_is_refused_counted_and_said_once(
     why = "its share secret differs"
     lines = [one.getMessage() for one in caplog.records if why in one.getMessage()]
     assert [line.split(":")[0] for line in sorted(lines)] == ["a peer is refused", "peer tcp"]
-    assert all("give all the same share_secret_file" in line for line in lines)
+    assert all("give all servers the same share_secret_file" in line for line in lines)
     assert not any(secret.decode() in line for line in lines for secret in (OURS, THEIRS))
     desk.close()
 
