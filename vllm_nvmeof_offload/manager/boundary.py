@@ -143,8 +143,9 @@ def automatic(groups: Sequence[RankGroup], unit: int) -> int:
 
 
 def limit_of(groups: Sequence[Group], tokens: int) -> int:
-    """Return the number of tokens that a load can reach in a request of `tokens`. With windows or
-    states, vLLM computes the last token; with states, it resumes only at the end of a chunk."""
+    """Return the number of tokens that a load can reach in a request of `tokens` tokens. With
+    windows or states, vLLM computes the last token; with states, it resumes only at the end of a
+    chunk."""
     if all(group.kind is GroupKind.FULL for group in groups):
         return tokens
     tokens -= 1

@@ -106,5 +106,5 @@ def _check(
 
 
 def _shown(path: Path) -> str:
-    """Return a path for display, because `path` may lead through a descriptor."""
+    """Resolve a path for display, because it may lead through a descriptor."""
     return os.path.join(os.path.realpath(path.parent), path.name)

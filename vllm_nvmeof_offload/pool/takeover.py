@@ -48,7 +48,7 @@ class Takeover:
     _logged: bool = False
 
     def _watch(self, path: Path, page: Hashable) -> _Watched:
-        """Record the page just read from `path`, and return what is known of it."""
+        """Record the page just read from `path`, and return its record."""
         seen = self._watched.setdefault(path, _Watched(page, self.clock()))
         if page != seen.page:
             seen = self._watched[path] = _Watched(page, self.clock(), has_beaten=True)
