@@ -3,8 +3,8 @@
 
 A policy sees only *evictable* slots: the manager withdraws a slot while it is pinned, and admits it
 again afterwards. A pin is not a use. The manager keeps each slot's last use in an array (`Recency`
-in native/tiers/eviction.h), so that a write or its late release neither makes a chunk look recently
-used nor reverses the order of a prefix's chunks.
+in native/tiers/eviction.h). So a write or its late release neither makes a chunk look recently used
+nor reverses the order of a prefix's chunks.
 
 The manager uses the native `Lru` (native/tiers/eviction.h) or calls a user's class once per slot.
 """
