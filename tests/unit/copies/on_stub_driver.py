@@ -67,6 +67,7 @@ def engine(
     place = StagingMap(staging.ctypes.data, SLOT_BYTES, SLOTS - 2, 2)
     pins = StagingPinning(cuda, place, lambda: None, piece_bytes_max=3 * SLOT_BYTES)
     pins.start()
+    pins.wait()  # so that all of it has been registered, whatever a copy needs
     kernel = KernelCopier(cuda, cuda.load_kernel(b"\x7fELF stub", "copy_blocks"))
     copiers = Copiers(DmaCopier(cuda), kernel, lambda _, __: backend)
     return CudaCopyEngine(cuda, lambda: 0, copiers, pins, np.array([], np.uint64), waker)
