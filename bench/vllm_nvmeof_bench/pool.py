@@ -75,6 +75,7 @@ from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.errors import OK, EngineError, Outcome
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp
 from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
+from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import SLAB_FILE, Keyspace
 from vllm_nvmeof_offload.pool.log import with_log
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
@@ -427,6 +428,7 @@ class Ground:
     def __init__(self, directory: Path, block_bytes: int, blocks: int, staging: Staging) -> None:
         self.slot_bytes = slot_stride_bytes(block_bytes)
         self.staging = staging
+        self.checksums = core.choose_crc(staging.map.base_address, len(staging.view))
         spec = PoolSpec(
             targets=(directory,),
             pool_bytes=with_log(blocks * (self.slot_bytes + _TABLE_ENTRY_BYTES)),
@@ -490,7 +492,7 @@ class EngineMover(Mover):
         self._ready.register(self._engine.fileno(), select.POLLIN)
 
     def about(self) -> dict[str, Any]:
-        return {"runs": self.name}
+        return {"runs": self.name, "checksums": self._ground.checksums}
 
     def fill(self) -> None:
         """Write every block once, because first writes to unwritten space are only half as fast."""
