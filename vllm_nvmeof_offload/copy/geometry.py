@@ -91,7 +91,9 @@ class ChunkGeometry:
             self.blocks_per_chunk - first_position, len(block_ids), self.blocks_per_chunk
         )
         parts = np.split(block_ids, cuts)
-        assert len(parts) == chunk_count, f"{len(block_ids)} blocks over {chunk_count} chunks"
+        assert len(parts) == chunk_count, (
+            f"{len(block_ids)} blocks do not match {chunk_count} chunks"
+        )
         return parts
 
 
