@@ -139,7 +139,7 @@ FAULTS = {EXPERIMENT: json.dumps({"fault_injection": "/faults.json"})}
 @pytest.mark.parametrize("switch", [None, "", "0", "true"])
 def test_faults_are_refused_without_the_second_switch(switch: str | None) -> None:
     env = FAULTS if switch is None else {**FAULTS, ALLOW_FAULTS: switch}
-    with pytest.raises(ConfigError, match=f"leave it out or, for a test, .*{ALLOW_FAULTS}=1") as e:
+    with pytest.raises(ConfigError, match=f"out or, for a test, .*{ALLOW_FAULTS}=1") as e:
         parse_config({}, env)
     assert e.value.key == "fault_injection"
     allowed = parse_config({}, {**env, ALLOW_FAULTS: "1"})

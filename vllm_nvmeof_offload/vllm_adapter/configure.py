@@ -233,7 +233,7 @@ def _is_ours(vllm_config: Any) -> bool:
         raise ConfigError(
             _BACKEND_FLAG,
             cache.kv_offloading_backend,
-            f"--kv-transfer-config names {CONNECTOR_NAME}; leave out either option",
+            f"--kv-transfer-config names {CONNECTOR_NAME}; leave out one of the two options",
         )
     return True
 

@@ -146,7 +146,7 @@ def test_a_server_names_all_wrong_keys_at_once(probed: dict[str, Any]) -> None:
         ("lmcache_and_ours", ["--kv-offloading-backend='lmcache'", CONNECTOR, "leave out one"]),
         ("combined_role", ["kv_role='kv_consumer'", "give kv_both"]),
         ("combined_twice", [f"connectors='{CONNECTOR}'", "give it only once"]),
-        ("combined_stock", ["connectors='OffloadingConnector'", "offloads as", "use either"]),
+        ("combined_stock", ["connectors='OffloadingConnector'", "offloads KV too", "use either"]),
         (
             "combined_mooncake",
             ["connectors='MooncakeStoreConnector'", "may report failed loads", "use either"],

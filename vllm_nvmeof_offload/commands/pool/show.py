@@ -379,7 +379,7 @@ def print_reports(reports: Sequence[Report], as_json: bool) -> int:
             try:
                 offline.check_ours([report.surveyed.path])
             except PoolError:
-                remedy = "no superblock proves that these files are ours: inspect and delete them"
+                remedy = "no superblock proves that these files are ours: look, and delete by hand"
             _print(f"  {remedy}")
     return exit_code(reports)
 
