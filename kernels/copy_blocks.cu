@@ -1,7 +1,8 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies many pieces between GPU memory and pinned host memory, if they are too small for the copy
-// engines. NVRTC compiles this at run time, without includes. No thread waits for another, and no
-// two pieces overlap. `copy_blocks_reference` defines the result; `copy_blocks` is the one in use.
+// Copies many pieces, each too small for the copy engines, between GPU memory and pinned host
+// memory. NVRTC compiles this at run time, without includes. No thread waits for another, and no
+// two pieces overlap. `copy_blocks_reference` defines the result; `copy_blocks` is the kernel in
+// use.
 
 typedef unsigned long long u64;
 
@@ -22,8 +23,9 @@ extern "C" __global__ void copy_blocks_reference(const Piece* pieces, u64 count)
 }
 
 // One warp copies `bytes`. Each lane issues kWordsInFlight loads before its first store, because
-// the bandwidth of PCIe is the bytes in flight per round trip, and only a few thread blocks run, to
-// leave multiprocessors to the model. Streaming accesses keep the model's data in the L2 cache.
+// PCIe's bandwidth is the bytes in flight divided by the round-trip time, and only a few thread
+// blocks run, which leaves multiprocessors to the model. Streaming accesses keep the model's data
+// in the L2 cache.
 constexpr int kLanes = 32;
 constexpr int kWordsInFlight = 8;
 

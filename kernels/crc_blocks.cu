@@ -5,7 +5,7 @@
 // Without its initial and final inversions, a CRC is linear: the CRC of a part is the XOR of the
 // CRCs of each lane's bytes, with zeros in place of the other lanes' bytes. Each lane writes one
 // word per part, out[32 * part + lane], and the host computes the XOR of the 32 words.
-// `crc_blocks_reference` defines the result; `crc_blocks` is the one in use.
+// `crc_blocks_reference` defines the result; `crc_blocks` is the kernel in use.
 
 typedef unsigned long long u64;
 
@@ -46,7 +46,8 @@ __device__ unsigned advance(const unsigned* mine, unsigned crc) {
   return found;
 }
 
-// Append another number of zero bytes, using the image of each bit of `crc`. Few calls per part.
+// Append a different number of zero bytes, using the image of each bit of `crc`. This is called
+// only a few times per part.
 __device__ unsigned by_columns(const unsigned* columns, unsigned crc) {
   unsigned found = 0;
 #pragma unroll 8
