@@ -27,10 +27,10 @@ class Foreign : public ForeignReader {
   void set_time(double now_s) { set_now_s_ = now_s; }
 
   // -- acceptance -------------------------------------------------------------------
-  // tag: of the weights in use here. If it is all zeros, no engine is accepted.
+  // tag: the tag of the weights in use here; if it is all zeros, no engine is accepted.
   void set_tag(const std::array<uint8_t, kTagBytes>& tag);
-  // Set the tag of new weights before a reset. After it, even the old chunks of engines with this
-  // tag are offered, because none was offered before.
+  // Set the tag of new weights, before a reset. After the reset, even the old chunks of engines
+  // with this tag are offered, because none of these chunks was offered before.
   void change_tag(const std::array<uint8_t, kTagBytes>& tag);
   // Return whether the engine's chunks have our tag, postdate our reset, and are likely readable.
   bool accepts(uint32_t number) const;
@@ -50,7 +50,7 @@ class Foreign : public ForeignReader {
   // Record that a command will name places of this engine, which has just been accepted.
   void use(uint32_t number);
   bool is_used() const { return !attached_.empty(); }
-  // Return the engines that commands name and that workers must still attach, each once.
+  // Return, once each, the engines that commands name and that workers must still attach.
   std::vector<Attachment> take_attachments();
   // Return the attached engines that have since been removed or replaced.
   std::vector<uint32_t> take_detachments();
@@ -70,7 +70,8 @@ class Foreign : public ForeignReader {
   };
   struct HashRow {
     size_t operator()(const ForeignRow& row) const {
-      // Neighbouring slots often have neighbouring generations, so a sum would collide.
+      // Neighbouring slots often have neighbouring generations, so a plain sum of both would
+      // collide.
       const uint64_t mixed = static_cast<uint64_t>(row.place) * 0x9e3779b97f4a7c15;
       return static_cast<size_t>((mixed + row.generation) * 0xbf58476d1ce4e5b9);
     }
@@ -87,7 +88,7 @@ class Foreign : public ForeignReader {
   std::deque<ForeignRow> refusals_;                          // the rows of `refused_`, oldest first
   std::unordered_map<uint32_t, Distrust> distrusted_;
   std::unordered_map<uint32_t, Trial> trials_;
-  std::unordered_map<uint32_t, OwnerRecord> attached_;  // the records at their first use
+  std::unordered_map<uint32_t, OwnerRecord> attached_;  // each engine's record at its first use
   std::vector<uint32_t> unsent_;                        // engines not sent to workers yet
 };
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Other engines' chunks in the tiers: which of them can be read, and reads into cache slots.
+// Other engines' chunks in the tiers: deciding which can be read, and reading into cache slots.
 #include <algorithm>
 
 #include "common/op.h"
@@ -79,7 +79,7 @@ Row Tiers::begin_borrow(const char* key, size_t reason) {
 }
 
 // Handle another engine's chunk that a rank could not read. None of our slots is at fault, so only
-// an entry that was being filled with the chunk is doomed. Returns whether there was one.
+// an entry that was being filled with the chunk is doomed. Returns whether there was such an entry.
 bool Tiers::fails_foreign(const Batch& batch, size_t at) {
   options_.foreign->refuse({batch.places[at], batch.generations[at]});
   if (mutant("a_foreign_failure_dooms_an_own_row")) {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Single copies of chunks in the tiers: the ranks that store them, proof of equality, eviction.
+// Single copies of chunks in the tiers: choosing the ranks that store them, proving that ranks have
+// equal bytes, and evicting.
 #include "tiers/tiers.h"
 
 namespace nvmeof {

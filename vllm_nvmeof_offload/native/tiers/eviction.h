@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The order in which evictable slots of a tier or target are evicted. `EvictionPolicy` in
-// manager/eviction.py is the same contract for a user's class.
+// manager/eviction.py defines the same contract for users' classes.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,8 @@
 
 namespace nvmeof {
 
-// The record of one slot of a tier or target; all zero bytes if free. It takes a quarter of a cache
-// line, because the slots of a batch are accessed in random order.
+// The record of one slot of a tier or target; all bytes are zero until the slot is first taken. It
+// fits in a quarter of a cache line, because the slots of a batch are accessed in random order.
 struct SlotRecord {
   enum Kind : uint32_t { FREE, TAKEN, ORPHAN, RETIRED };
 
@@ -62,9 +62,9 @@ class Order {
 using MakeOrder = std::function<std::unique_ptr<Order>(const SlotRecords& slots)>;
 
 // Evicts the least recently used slot first; ties are broken by slot. Each slot has one record,
-// filed by its last use in buckets of 1024 uses. After a later use, the record is filed again when
-// it is reached. A bucket is sorted when it becomes the oldest, so that the next victims are known
-// in advance; a heap would take ten times as long.
+// filed by its last use in buckets of 1024 uses. If the slot was used since then, its record is
+// filed again when it is reached. A bucket is sorted when it becomes the oldest, so that the next
+// victims are known in advance; a heap would take ten times as long.
 class Lru final : public Order {
  public:
   explicit Lru(const SlotRecords& slots) : slots_(slots), filed_(slots.size()) {}
@@ -129,7 +129,8 @@ class Lru final : public Order {
   // The low bits of the last use in the high half, and the slot in the low half.
   using Packed = uint64_t;
   static constexpr int kBucketBits = 10, kSlotBits = 32;
-  // An item of `filed_` is the record's use + 1, above a bit for whether the slot is evictable.
+  // An item of `filed_` is the use by which the record is filed, plus 1, shifted left by one bit.
+  // The low bit says whether the slot is evictable.
   static constexpr uint64_t kInside = 1, kFiled = 2;
 
   static uint64_t used_of(uint64_t filed) { return (filed >> 1) - 1; }
@@ -211,8 +212,8 @@ class Arrivals final {
 //
 // If more conversations are interleaved than a tier holds, plain LRU evicts each of them just
 // before its next turn. Therefore, each request that uses a chunk, except the first, moves the
-// chunk's last use ahead by `credit` uses, at most kCreditedMax times. A reused chunk is kept
-// longer, but still evicted after its conversation has ended. A prefix's head is used by every
+// chunk's last use ahead by `credit` uses, at most kCreditedMax times. A reused chunk is thus kept
+// longer, but is still evicted after its conversation has ended. A prefix's head is used by every
 // request that uses its tail, so the tail is evicted first.
 //
 // Only the CPU tier gives credit. The pool thus keeps the chunks that the CPU tier evicts in favour
@@ -230,7 +231,7 @@ class Recency {
     slot.used = now + credit_ * beyond(slot.requests);
   }
 
-  // Set the last use of `slot`, which gets the chunk of `other_slot` in another tier.
+  // Set the last use of `slot`, which receives the chunk in `other_slot` of another tier.
   void take_over(SlotRecord& slot, const Recency& other, const SlotRecord& other_slot) const {
     slot.requests = other_slot.requests;
     // Clamp at 0: an unsigned use below 0 would wrap around and be the latest of all.
@@ -303,7 +304,7 @@ class Slots {
     return true;
   }
 
-  // Return whether the row suits the part: it is whole, or divided for the same set size.
+  // Return whether the row suits the part: either of them is whole, or their set sizes are equal.
   bool can_divide(Slot row, const Part& part) const {
     if (part.whole() || row >= capacity() || !parts.set_size(row)) return true;
     return parts.set_size(row) == part.set_size;
@@ -353,7 +354,8 @@ class Slots {
     return true;
   }
 
-  // Give up a removed entry's slot. retire: never use the slot again, because its medium fails.
+  // Give up a removed entry's slot. retire: whether never to use the slot again, because its medium
+  // fails.
   void orphan(Slot slot, bool retire) {
     SlotRecord& record = records_[slot];
     require(record.kind == SlotRecord::TAKEN, "a slot that was not taken is given up");
@@ -414,7 +416,7 @@ class Slots {
   Slot used_ = 0;  // slots with users
 };
 
-// A session as stored on disk before the generations of all sessions' chunks (`pool/format.py`).
+// A session as stored on disk; the generations of all sessions' chunks follow (`pool/format.py`).
 #pragma pack(push, 1)
 struct SavedSession {
   uint64_t id;
@@ -429,14 +431,16 @@ static_assert(sizeof(SavedSession) == 21);
 // The chunks that requests ask to retain, by session. A session retains chunks until it expires or
 // is dropped. A chunk is retained until the last of its sessions ends.
 //
-// A client is a number for a salt, or 0 if unknown. The salt is in every key, so a chunk has one
-// client. If a client may retain no more, its sessions of lower priority lose their last chunks.
+// A client is a number that stands for a salt, or 0 if unknown. The salt is in every key, so a
+// chunk has one client. If a client has reached its limit, its sessions of lower priority lose
+// their last chunks to make room.
 //
 // A session that expires at second s is in `wheel_[s % kWheel]`: each second examines one list.
 class Sessions {
  public:
-  // The most references of a client per chunk that it may retain; all clients together may have
-  // twice as many. Sessions without chunks are closed, so this bounds sessions too.
+  // The maximum number of references that a client may have for each chunk that it may retain; all
+  // clients together may have twice as many. Sessions without chunks are closed, so this bounds
+  // sessions too.
   static constexpr size_t kReferencesPerChunk = 8;
 
   // chunks_max: the most chunks that one client may retain; 0 turns retention off.
@@ -447,7 +451,8 @@ class Sessions {
   size_t chunks() const { return chunks_; }
   bool retains(Row row) const { return chunks_ && rows_[row].sessions; }
   uint32_t client_of(Row row) const { return rows_[row].client; }
-  // Record the client of the row's chunk. That of a retained chunk stays, because it is counted.
+  // Record the client of the row's chunk. A retained chunk keeps its client, because it counts
+  // towards that client's limit.
   void set_client(Row row, uint32_t client) {
     if (client && !rows_[row].sessions) rows_[row].client = client;
   }
@@ -472,7 +477,7 @@ class Sessions {
     return one;
   }
 
-  // End a session: `due` returns it next. Returns false if there is none of this id.
+  // End a session, so that `due` returns it. Returns false if no session has this id.
   bool drop(uint64_t id) {
     const uint32_t one = find(id);
     if (one == kNone) return false;
@@ -492,7 +497,7 @@ class Sessions {
     return kNone;
   }
 
-  // Return the first session of this one's client with a lower priority, or kNone.
+  // Return the lowest-priority session of the same client, or kNone if none is below this one.
   uint32_t below(uint32_t one) const {
     const Session& session = sessions_[one];
     const auto found = ranked_.lower_bound(uint64_t{session.client} << 8);
@@ -515,14 +520,14 @@ class Sessions {
     }
   }
 
-  // Return whether the row needs room that the session's client does not have.
+  // Return whether retaining the row would exceed the limit of the session's client.
   bool lacks_room(uint32_t one, Row row) const {
     if (rows_[row].sessions) return false;
     const auto found = by_client_.find(sessions_[one].client);
     return found != by_client_.end() && found->second.chunks >= chunks_max_;
   }
 
-  // Add a chunk to a session whose chunks are marked. Returns whether it was not retained before.
+  // Add a chunk to a session whose chunks are marked. Returns whether the chunk is newly retained.
   bool add(uint32_t one, Row row) {
     Retained& retained = rows_[row];
     const uint32_t client = sessions_[one].client;
@@ -549,7 +554,7 @@ class Sessions {
 
   bool is_empty(uint32_t one) const { return sessions_[one].last == kNone; }
 
-  // Remove a session's last chunk. Returns its row if no session retains it any more, or kNoRow.
+  // Remove a session's last chunk. Returns the chunk's row if no session retains it now, or kNoRow.
   Row pop(uint32_t one) {
     const uint32_t at = sessions_[one].last;
     const Reference reference = references_[at];
@@ -578,7 +583,7 @@ class Sessions {
     if (rows_[row].client) rows_[row].client = 0;
   }
 
-  // Add the sessions that go on, and the generations of their chunks in the order of the sessions.
+  // Append the sessions that have not ended, and their chunks' generations in the same order.
   void save(std::vector<SavedSession>& sessions, std::vector<uint64_t>& generations) const {
     for (size_t name = 0; name < kNames; ++name)
       for (uint32_t one = named_[name]; one != 0; one = sessions_[one - 1].named.next) {
@@ -608,10 +613,10 @@ class Sessions {
     uint32_t marked : 1 = 0;
     uint32_t client = 0;
   };
-  struct Owned {  // by a client
+  struct Owned {  // what one client retains
     size_t chunks = 0, references = 0;
   };
-  struct Reference {  // holds if the row is still the entry of this generation
+  struct Reference {  // valid while the row is still the entry of this generation
     Row row = kNoRow;
     uint32_t generation = 0;  // its low half
     uint32_t next = kNone;    // the session's reference before this one, or kNone
@@ -646,7 +651,7 @@ class Sessions {
     --chunks_;
   }
 
-  // Return the first free item, or a new one. next: a free item's link to the next.
+  // Return the first free item, or a new one. next: the member that links free items.
   template <typename Items, typename Item>
   static uint32_t taken(Items& items, uint32_t& free, uint32_t Item::* next) {
     if (free != kNone) return std::exchange(free, items[free].*next);
@@ -687,7 +692,7 @@ class Sessions {
   const Index* index_;
   HugeColumn<Retained> rows_;
   size_t chunks_max_;
-  size_t chunks_ = 0;  // retained ones
+  size_t chunks_ = 0;  // retained chunks
   std::deque<Session> sessions_;
   size_t count_ = 0;  // sessions that are not free
   uint32_t free_ = kNone;
@@ -695,13 +700,14 @@ class Sessions {
   std::deque<Reference> references_;
   uint32_t free_references_ = kNone;
   size_t used_ = 0;             // references
-  HugeColumn<uint32_t> named_;  // the first session + 1 by the low bits of its id
+  HugeColumn<uint32_t> named_;  // the first session's number + 1, by the low bits of the id
   HugeColumn<uint32_t> wheel_;
-  std::map<uint64_t, uint32_t> ranked_;  // the first session + 1 by client and priority
+  std::map<uint64_t, uint32_t> ranked_;  // the first session's number + 1, by client and priority
   uint32_t now_ = 0, next_ = 0;          // the current second, and the first one not finished
 };
 
-// The slots that `Keeping` keeps: at most `client_max` per client, and twice as many in all.
+// Counts of the slots that `Keeping` keeps: at most `client_max` per client, and twice as many in
+// all.
 struct KeptSlots {
   size_t client_max = 0, all = 0;
   std::unordered_map<uint32_t, size_t> by_client;
@@ -771,12 +777,12 @@ class Keeping final : public Order {
 };
 
 // Evict chunks until `wanted` is free, in a tier whose slots may be divided. For a part, evict the
-// coldest of the first few victims that suits it, or else all parts of the coldest row whose chunks
-// can all be evicted. Returns false if nothing was evicted. may: whether a slot's chunk can be
-// evicted. evict: evicts it.
+// coldest suitable one of the first few victims or, if there is none, all parts of the coldest row
+// whose chunks can all be evicted. Returns false if nothing was evicted. may: whether a slot's
+// chunk can be evicted. evict: evicts it.
 template <typename May, typename Evict>
 bool make_room(const Slots& slots, Order& order, const Part& wanted, May may, Evict evict) {
-  constexpr size_t kVictimsPerMember = 4, kRowsMax = 256;  // examined at most
+  constexpr size_t kVictimsPerMember = 4, kRowsMax = 256;  // limits on the search
   const size_t window = wanted.whole() ? 1 : kVictimsPerMember * wanted.set_size;
   std::vector<Slot> passed;  // victims that do not suit
   const auto free_row = [&](Slot victim) {

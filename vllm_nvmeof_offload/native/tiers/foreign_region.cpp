@@ -23,13 +23,13 @@ static_assert(std::endian::native == std::endian::little, "the format is little 
 constexpr size_t kEntryBytes = 64, kKeyAt = 18, kGroupIdBytes = 4;
 constexpr size_t kFlagsAt = 16, kKeyBytesAt = 17;
 constexpr uint8_t kFlagSingleCopy = 8;
-// The number of entries read at once, which stay in the L2 cache until they are compared.
+// The number of entries read at once, few enough to stay in the L2 cache until they are compared.
 constexpr size_t kEntriesMax = 4096;
 constexpr size_t kPageBytes = 4096;
 constexpr size_t whole_pages(size_t bytes) {
   return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
 }
-// The distance, in changes, at which memory is prefetched.
+// The number of changed entries by which prefetching runs ahead.
 constexpr size_t kAhead = 8;
 
 // The number of log pages read at once.
@@ -192,8 +192,8 @@ int ForeignRegion::take_page(ForeignWriter& table, const std::byte* page, int64_
   return why;
 }
 
-// Read the page's records from `log_index_` on. The caller applies the PUTs in `changed_` together:
-// one at a time, each would wait for memory.
+// Read the page's records from `log_index_` on. The caller applies the PUTs in `changed_` together;
+// applied one at a time, each would wait for memory.
 int ForeignRegion::read_records(const std::byte* page, uint32_t records, int64_t now_ns) {
   while (log_index_ < records) {
     const std::byte* const at = page + kLogHeadBytes + log_index_ * kLogRecordBytes;
@@ -277,7 +277,7 @@ ForeignRegion::Seen ForeignRegion::decode(const std::byte* entry, uint64_t slot,
                                   [&](const Group& one) { return one.id == group_id; });
   if (group == groups_.end()) return seen;
   seen.single_copy = (flags & kFlagSingleCopy) != 0;
-  // Follow only the first set; of chunks that every rank has a part of, only the first rank's.
+  // Follow single copies only in the first set, and other chunks only in the first rank's part.
   const bool is_followed =
       seen.single_copy ? group->set_size > 1 && home_.rank < group->set_size : home_.rank == 0;
   const std::string_view text(reinterpret_cast<const char*>(key), key_bytes);

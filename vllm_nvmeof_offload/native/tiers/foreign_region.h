@@ -22,7 +22,8 @@ class ForeignRegion {
     uint32_t id;
     uint32_t set_size;  // ranks that share single copies; if 1, single copies are not offered
   };
-  // owner: the engine's number. target: our target with the region. rank: the region's writer.
+  // owner: the engine's number. target: our target that holds the region. rank: the rank that
+  // writes it.
   struct Home {
     uint32_t owner, target, rank;
   };
@@ -30,22 +31,22 @@ class ForeignRegion {
   // young_ns: the delay between seeing an entry and offering it.
   ForeignRegion(Home home, uint64_t slots, std::vector<Group> groups, int64_t young_ns);
 
-  // Withdraw all entries offered so far, and then offer only entries of this epoch. from_now: only
-  // those written after the next scan, even if the epoch changes.
+  // Withdraw all entries offered so far, and then offer only entries of this epoch. from_now: offer
+  // only those written after the next scan, even if the epoch changes.
   void begin(ForeignWriter& table, uint32_t epoch, bool from_now);
-  // Read the table file `fd` and offer its entries; a truncated part counts as empty. Returns an
-  // errno, or 0. log_is_ahead: whether slots that the log named since the previous scan keep the
-  // log's entries, which may not be in the table yet.
+  // Read the table file `fd` and offer its entries; entries missing at its end count as empty.
+  // Returns an errno, or 0. log_is_ahead: whether slots that the log named since the previous scan
+  // keep the log's entries, which may not be in the table yet.
   int scan(ForeignWriter& table, int fd, int64_t now_ns, bool log_is_ahead);
   // Find the end of a log of this many pages, before a scan and `follow_log`. Returns an errno, or
   // 0.
   int seek_log(int fd, uint32_t pages);
-  // Apply the records logged since. Returns 0, an errno, or the reason that a scan is needed.
+  // Apply the records logged since the last call. Returns 0, an errno, or why a scan is needed.
   static constexpr int kOverrun = -1;  // the log was overwritten or is damaged
   static constexpr int kReset = -2;    // a superblock with another epoch was written
   int follow_log(ForeignWriter& table, int fd, int64_t now_ns);
-  // Return whether `follow_log` may find something or the file was removed. This costs much less,
-  // but works only on a file that is open without O_DIRECT.
+  // Return whether `follow_log` may find something or the file was removed. This costs much less
+  // than `follow_log`, but works only on a file that is open without O_DIRECT.
   bool may_have_news(int fd) const;
   // Offer entries that are old enough now. A scan does this at its end.
   void ripen(ForeignWriter& table, int64_t now_ns);
@@ -65,8 +66,8 @@ class ForeignRegion {
     uint64_t fingerprint;
     bool single_copy;
   };
-  // kBefore: the entry existed when only later ones were requested. kLogged: the entry came from
-  // the log, and no scan has confirmed it yet.
+  // kBefore: the entry already existed when only later entries were requested. kLogged: the entry
+  // came from the log, and no scan has confirmed it yet.
   static constexpr uint8_t kSingleCopy = 1, kBefore = 2, kLogged = 4;
 
   Seen decode(const std::byte* entry, uint64_t slot, int64_t now_ns) const;
@@ -87,7 +88,7 @@ class ForeignRegion {
   uint32_t epoch_ = 0;
   bool from_now_ = false;
   uint64_t rows_ = 0;
-  // By slot. A fingerprint is not 0 while the chunk is offered.
+  // The next three are by slot. A fingerprint is nonzero while the slot's chunk is offered.
   HugeColumn<Head> heads_;
   HugeColumn<uint64_t> fingerprints_;
   std::vector<uint8_t> marks_;

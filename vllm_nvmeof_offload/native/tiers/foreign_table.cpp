@@ -54,7 +54,7 @@ uint64_t fingerprint_of(std::string_view key) {
 
 ForeignTable::ForeignTable(int fd, bool writes) : fd_(fcntl(fd, F_DUPFD_CLOEXEC, 0)) {
   if (fd_ < 0) fail("dup");
-  // Both sides write words of the first page. The reader writes nowhere else.
+  // Both sides write words of the first page, so both map it writable.
   void* const mapped =
       mmap(nullptr, kMappedBytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_, 0);
   if (mapped == MAP_FAILED) {
@@ -211,8 +211,8 @@ bool ForeignWriter::remove(uint64_t wanted, ForeignRow row) {
         bucket.generation == row.generation)
       break;
   }
-  // Move up buckets that would not be found after a hole. A bucket's other words change before its
-  // fingerprint, which a reader checks again after reading them.
+  // Move up buckets that a look-up would not find beyond the hole. A bucket's other words change
+  // before its fingerprint, which a reader checks again after reading them.
   for (uint64_t at = (hole + 1) & now.mask; now.buckets[at].fingerprint != 0;
        at = (at + 1) & now.mask) {
     const Bucket moved = now.buckets[at];

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// The foreign table lists the chunks in other engines' pools. The follower, a separate process, is
-// its only writer; the engine's process reads it in place, without locks. A row is only a hint: its
-// slot is verified when read.
+// The foreign table lists the chunks in other engines' pools. Only the follower, a separate
+// process, writes its rows; the engine's process reads them in place, without locks. A row is only
+// a hint: its slot is verified when read.
 //
 // The memory is a memfd that both processes map:
 //
@@ -50,7 +50,7 @@ struct ForeignRow {
 
 inline constexpr uint32_t kOwnersMax = 8191;  // numbered from 1
 
-// The chunks of an owner to offer: only those written later, or all.
+// The chunks to offer after a request: only those written later, or all.
 enum class Since { NOW, EVER };
 
 // Return the key's fingerprint, which is never 0.
@@ -99,7 +99,7 @@ class ForeignTable {
   const int fd_;  // a duplicate
 };
 
-// The engine's side. The requested version is the only field that the engine writes.
+// The engine's side. The engine writes no fields but the two requested versions.
 class ForeignReader : public ForeignTable {
  public:
   explicit ForeignReader(int fd) : ForeignTable(fd, false) {}
@@ -124,8 +124,8 @@ class ForeignReader : public ForeignTable {
     return false;
   }
   void warm(std::string_view key) const;
-  // Void all rows that the follower knows now. It rebuilds each owner's rows, from all chunks or
-  // only those written later, and puts the returned version into the owner's record.
+  // Void all rows that the follower knows now. The follower then rebuilds each owner's rows, from
+  // all chunks or only those written later, and puts the returned version into the owner's record.
   uint64_t ask_anew(Since since = Since::NOW);
 };
 

@@ -46,10 +46,11 @@ class Holds {
   // A row of a cancelled fetch, which the caller must detach from its entry.
   using Cancel = std::pair<uint64_t, uint32_t>;  // op, index
 
-  // room_min: the number of cache slots that always stay evictable.
+  // room_min: the number of cache slots that holds must leave evictable.
   Holds(Tiers& tiers, size_t room_min) : tiers_(tiers), room_min_(room_min) {}
 
-  // Hold and fetch chunks until the range, `looks` or the room is used up. key: by chunk.
+  // Hold and fetch chunks until the range, `looks` or the room is used up. key: returns a chunk's
+  // key.
   Advance advance(Wanted& wanted, const std::function<const char*(size_t)>& key, Range range,
                   size_t looks, Reason reason, Bounds bounds);
   // Fetch a chunk that is only in a pool, as a measurement.
@@ -80,7 +81,7 @@ class Holds {
     bool fetched = false;
     bool fetching = false;  // whether its fetch has no outcome yet
     bool used = false;      // whether a load has used the chunk
-    uint64_t op = 0;        // its fetch, from sending to outcome
+    uint64_t op = 0;        // the op of its fetch, from when it is sent until its outcome
     uint32_t index = 0;     // the index of its row in `op`
     uint32_t wanters = 0;
   };

@@ -31,7 +31,7 @@ constexpr const char* kEventNames[] = {
     "WRITE_FAILED", "EVICT_CACHE", "EVICT_POOL",      "CACHE_LOST",  "FETCH_BEGIN",
     "BORROW_BEGIN", "FETCHED",     "FETCH_CANCELLED", "DOOM"};
 
-// The number of keys looked up side by side: about the memory loads that a core has in flight.
+// The number of keys looked up side by side: about as many as a core has memory loads in flight.
 constexpr size_t kBlock = 16;
 constexpr size_t kLine = 64, kAlign = 16;
 
@@ -150,7 +150,7 @@ size_t Index::bucket_of(Row row) const {
 
 void Index::remove(Row row) {
   size_t hole = bucket_of(row);
-  // Move up buckets that would not be found after a hole.
+  // Move up buckets that a look-up would not find beyond the hole.
   for (size_t at = (hole + 1) & mask_; buckets_[at] != 0; at = (at + 1) & mask_) {
     const size_t home = hash_of(buckets_[at]) & mask_;
     if (((at - home) & mask_) >= ((at - hole) & mask_)) {

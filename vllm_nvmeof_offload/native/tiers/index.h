@@ -47,7 +47,7 @@ inline constexpr size_t kStates = 9, kEvents = 14;
 // Return the state after `event`. Throws BrokenRule if the table has none.
 State after(State state, Event event);
 
-// Return whether a load may name the cache slot in this state, at least to wait for its fill.
+// Return whether a load may name the cache slot in this state, even if only to wait for its fill.
 inline bool in_cache(State state) {
   return state != State::POOLED && state != State::ABSENT && state != State::DOOMED;
 }
@@ -57,7 +57,7 @@ inline constexpr Row kNoRow = UINT32_MAX;
 
 inline void prefetch(const void* address) { __builtin_prefetch(address); }
 
-// The fields of an entry. The key follows; one of up to 36 bytes is in the same cache line.
+// The fields of an entry. The key follows; a key of up to 36 bytes is in the same cache line.
 struct Entry {
   uint64_t generation;
   Place place;
@@ -91,7 +91,7 @@ class Index {
   }
   const char* key(Row row) const { return const_cast<Index*>(this)->at(row) + kKeyAt; }
   Row find(const char* key) const { return find(key, hash(key)); }
-  // Find the rows of many keys, with little more than one key's latency per block of keys.
+  // Find the rows of many keys, at little more than one key's latency per block of keys.
   void find(std::span<const char* const> keys, std::vector<Row>& rows) const;
   // Add a row, without slots and in state ABSENT, for a key that has none.
   Row add(const char* key, uint64_t generation);
@@ -126,10 +126,11 @@ class Index {
   size_t key_bytes_, row_bytes_;
   Row capacity_;
   HugeColumn<char> rows_;
-  std::vector<Row> free_;  // rows that were used before
+  std::vector<Row> free_;  // free rows that had an entry before
   Row next_ = 0;
-  // Open addressing with linear probing. A bucket is a key's hash above its row + 1, or 0 if empty.
-  // Memory latency dominates look-ups, and a library's map cannot prefetch for many keys at once.
+  // Open addressing with linear probing. A bucket is 0 if empty; else its high half is a key's
+  // hash, and its low half the key's row + 1. Memory latency dominates look-ups, and a library's
+  // map cannot prefetch for many keys at once.
   HugeColumn<uint64_t> buckets_;
   size_t mask_;
   size_t size_ = 0;

@@ -27,7 +27,7 @@ struct Part {
   bool takes(uint32_t other) const { return member == kAnyMember || member == other; }
 };
 
-// Divided rows and their parts. Parts are numbered as slots, after all rows.
+// Divided rows and their parts. Parts have slot numbers, after those of all rows.
 class SlotParts {
  public:
   // set_size: the size of the largest set, or 1 if every row stays whole.

@@ -11,7 +11,7 @@ namespace nvmeof {
 
 namespace {
 
-// A pool slot is retired after this many consecutive reads, or writes, have failed.
+// A pool slot is retired after this many of its reads, or of its writes, have failed in a row.
 constexpr int kFailuresMax = 3;
 // A write may go to a target whose queue takes up to this many times as long as the shortest.
 constexpr double kPatience = 2.0;
@@ -77,7 +77,7 @@ Tiers::Tiers(Options options)
       arrivals_(cache.all().size()),
       stays_(cache.all().size()) {
   const uint32_t set_size = largest(options_.set_sizes);
-  targets.reserve(options_.pool_slots.size());  // each one's order refers to its slots
+  targets.reserve(options_.pool_slots.size());  // each target's order refers to its slots
   for (const Slot slots : options_.pool_slots) targets.emplace_back(slots, set_size);
   for (size_t group = 0; group < options_.group_ids.size(); ++group)
     trust_.emplace_back(options_.set_sizes.empty() ? 1 : options_.set_sizes.at(group));
@@ -187,7 +187,7 @@ void Tiers::touch(const std::vector<Row>& rows, bool ended) {
   };
   for (size_t at = rows.size(); at-- > rows.size() - std::min(rows.size(), kAhead);) warm(at);
   for (size_t at = rows.size(); at-- > 0;) {
-    // In a long request, the rows that the look-up read are no longer in the CPU's cache.
+    // In a long request, the rows that the look-up read have left the CPU's cache.
     if (at >= 2 * kAhead && rows[at - 2 * kAhead] != kNoRow) index.warm(rows[at - 2 * kAhead]);
     if (at >= kAhead) warm(at - kAhead);
     ++uses_;
@@ -439,7 +439,7 @@ void Tiers::cool(Keys keys) {
     if (rows[at] == kNoRow || index[rows[at]].cache == kNoSlot) continue;
     const auto slot = static_cast<Slot>(index[rows[at]].cache);
     if (cache[slot].wanted && !options_.demotes) continue;        // eviction now would lose it
-    if (cache[slot].requests <= 1) cool(slot, rows.size() - at);  // others use the rest
+    if (cache[slot].requests <= 1) cool(slot, rows.size() - at);  // other requests use the rest
   }
 }
 
@@ -469,7 +469,7 @@ bool Tiers::retain(uint64_t session, uint32_t client, uint32_t until, uint8_t pr
   return false;
 }
 
-// Evict retained chunks last from now on. Before the first one, the orders cost nothing more.
+// From now on, evict retained chunks last. Until the first such chunk, retention costs nothing.
 void Tiers::start_keeping() {
   if (std::exchange(keeping_, true)) return;
   const auto wrap = [this](std::unique_ptr<Order>& order, const Slots& slots, KeptSlots& kept) {
@@ -537,7 +537,7 @@ Batch Tiers::plan_load(Keys keys, size_t land_max, std::span<const uint32_t> ord
   const std::vector<ForeignRow>& foreign = foreign_rows(keys, rows);
   const auto row_at = [&rows](size_t at) { return at < rows.size() ? rows[at] : kNoRow; };
   for (size_t at = 0; at < rows.size(); ++at) {
-    // In a long load, the memory that `touch` prefetched is no longer in the CPU's cache.
+    // In a long load, the memory that `touch` prefetched has left the CPU's cache.
     if (const Row later = row_at(at + 2 * kAhead); later != kNoRow) index.warm(later);
     if (const Row next = row_at(at + kAhead); next != kNoRow) warm_slots(index[next]);
     const Row row = rows[at];
@@ -750,7 +750,7 @@ Target* Tiers::choose() {
     least = std::min(least, targets[number].pass);
     shortest = std::min(shortest, static_cast<double>(targets[number].pending) / speed(number));
   }
-  // A target that was unusable does not catch up: it continues with the others' pass.
+  // A target that was unusable does not catch up: it continues from the others' pass.
   pass_ = std::max(pass_, least);
   const auto rank = [&](size_t number) {
     return std::tuple(targets[number].slots.free() == 0, std::max(targets[number].pass, pass_),
@@ -909,7 +909,7 @@ void Tiers::settle(Row row) {
 }
 
 void Tiers::evict(Row row, Event event) {
-  // Another copy would stay as evictable as it was.
+  // If another copy remains, it stays as evictable as it was.
   if (on(row, event) == State::ABSENT) forget(row, false);
 }
 

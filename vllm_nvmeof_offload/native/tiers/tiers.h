@@ -21,7 +21,7 @@
 
 namespace nvmeof {
 
-// The evidence, from samples stored by all ranks, that a set's ranks have equal bytes of a group.
+// The evidence, from samples stored by all ranks, that a set's ranks hold equal bytes for a group.
 struct Trust {
   explicit Trust(uint32_t members) : set_size(members) {}
 
@@ -35,7 +35,8 @@ class Samples {
  public:
   enum class Seen : uint8_t { SOME, ALL_EQUAL, DIFFERENT };
 
-  // Add a report. crc: of the row's payload on `rank`. ranks: the number of ranks in all sets.
+  // Add a report. crc: the CRC of the row's payload on `rank`. ranks: the number of ranks in all
+  // sets.
   Seen add(size_t row, uint32_t crc, uint32_t rank, uint32_t set_size, uint32_t ranks) {
     const size_t at = row * ranks + rank / set_size;  // there are no more sets than ranks
     if (crcs_.size() <= at) crcs_.resize((row + 1) * ranks);
@@ -66,7 +67,8 @@ inline constexpr uint32_t kUsesMin = 2;
 // The distance at which a loop over keys or rows prefetches memory.
 inline constexpr size_t kAhead = 16;
 
-// The most chunks that sessions give up in one step, so that a long session does not delay it.
+// The maximum number of chunks that sessions give up in one step, so that a long session does not
+// delay the step.
 inline constexpr size_t kExpiredMax = 4096;
 
 // The number of reasons for a fetch; see `Reason` in manager/hold_and_prefetch.py.
@@ -112,7 +114,7 @@ struct Report {
   uint32_t rank = 0;                  // valid if there are CRCs
 };
 
-// The effect of a report, as indexes of the batch's rows.
+// The effect of a report, as indexes into the batch's rows.
 struct Effect {
   std::vector<uint32_t> lost;     // rows whose chunks are no longer in the cache slot
   std::vector<uint32_t> decided;  // rows on which all ranks have reported
@@ -159,8 +161,9 @@ struct Counts {
   bool operator==(const Counts&) const = default;
 };
 
-// The rows of a load, as in a `Batch`. ends: the request's tokens up to each chunk's end; empty if
-// all chunks are of full attention, and consecutive from the chunk of the first token on.
+// The rows of a load, as in a `Batch`. ends: the number of the request's tokens up to each chunk's
+// end; empty if all chunks are of full attention and consecutive, beginning with the chunk of the
+// first token that is loaded.
 struct LoadRows {
   std::span<const int32_t> cache;
   std::span<const Place> places;
@@ -172,7 +175,7 @@ struct Options {
   Slot cache_slots = 0;
   std::vector<Slot> pool_slots;  // by target
   size_t key_bytes = 0;
-  // vLLM's numbers of the KV cache groups, with which keys end. Other groups are not offloaded.
+  // vLLM's numbers of the KV cache groups that are offloaded. A key ends with its group's number.
   std::vector<uint32_t> group_ids{0};
   // Tokens per chunk, by group; 0 for a state, which covers all tokens before its end.
   std::vector<uint32_t> group_tokens{1};
@@ -220,11 +223,11 @@ class Tiers {
   // Return a 1 or 0 per key: whether a look-up would find the key now.
   std::string present(Keys keys, uint8_t sources) const;
   // Return how many leading keys are in the CPU tier, and add the other keys' bytes to `by_target`.
-  // A look-up must just have found the keys. lane_bytes: see `read_bytes_of`.
+  // The keys must just have been found by a look-up. lane_bytes: see `read_bytes_of`.
   size_t weigh(Keys keys, std::span<const uint64_t> lane_bytes,
                std::vector<uint64_t>& by_target) const;
-  // Record a use of these keys, given in prefix order; heads outlive tails. ended: whether their
-  // request has ended, which counts only once for a key that is named twice.
+  // Record a use of these keys, given in prefix order, so that heads outlive tails. ended: whether
+  // their request has ended, which counts only once for a key that is named twice.
   void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
 
   // -- remembered answers: manager/look_up.py ---------------------------------------
@@ -235,7 +238,8 @@ class Tiers {
   }
 
   // -- plans ------------------------------------------------------------------------
-  // Adopt chunks found at start-up, only the first for each key. Returns the number adopted.
+  // Adopt the chunks found at start-up, but only the first for each key. Returns the number
+  // adopted.
   size_t adopt(std::span<const Place> places, std::span<const uint64_t> generations,
                const char* keys);
   // Plan a store. keys: in prefix order. order: each key's position in vLLM's list, by which rows
@@ -247,7 +251,7 @@ class Tiers {
   Batch plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order = {},
                   uint32_t client = 0);
   // Return how many of the tokens in [first, last) a load takes from the CPU tier, from our pool,
-  // and from other engines' pools. A token with chunks in several of these counts for the last.
+  // and from other engines' pools. A token with chunks in several of these counts towards the last.
   // Tokens whose chunks were evicted, or are outside of a window, are not counted.
   std::array<int64_t, 3> tokens_by_source(const LoadRows& rows, int64_t first, int64_t last) const;
   void supersede(Keys keys);
@@ -256,10 +260,11 @@ class Tiers {
   // Make these chunks the next to be evicted from the CPU tier, last key first, except chunks used
   // by more than one request or waiting for write-through. Without a pool, nothing changes.
   void cool(Keys keys);
-  // Retain these chunks, given in prefix order, until a second, in addition to the session's
+  // Retain these chunks, given in prefix order, until second `until`, in addition to the session's
   // others. Returns false if nothing is retained. See `Sessions`.
   bool retain(uint64_t session, uint32_t client, uint32_t until, uint8_t priority, Keys keys);
-  // End the sessions that have expired at this second or were dropped, at most kExpiredMax chunks.
+  // End the sessions that have expired by this second or were dropped. A call ends the retention of
+  // at most kExpiredMax chunks.
   void expire(uint32_t now);
   // Plan a fetch: the read, into a cache slot, of a chunk that is only in a pool. Returns kNoRow if
   // there is no slot, or if another engine no longer has the chunk.
@@ -274,7 +279,7 @@ class Tiers {
   void warm_slots(const char* key) const {
     if (const Row row = index.find(key); row != kNoRow) warm_slots(index[row]);
   }
-  // Add a hold to a chunk's cache slot. Returns kNoRow if the chunk has none.
+  // Add a hold to a chunk's cache slot. Returns the chunk's row, or kNoRow if it has no cache slot.
   Row hold(const char* key);
   void release_hold(Slot slot, Row row, uint64_t generation);
 
@@ -376,7 +381,8 @@ class Tiers {
   // The engines to consider: only live ones, or all.
   enum class From : uint8_t { LIVING, ALL };
   ForeignRow foreign_row(const char* key, From from = From::ALL) const;
-  // Return other engines' rows for keys without a row, or nothing. Valid until the next call.
+  // Return other engines' rows for the keys without a row here; empty if there are no such keys or
+  // no foreign rows. Valid until the next call.
   const std::vector<ForeignRow>& foreign_rows(Keys keys, const std::vector<Row>& rows,
                                               From from = From::ALL) const;
   bool can_borrow(const ForeignRow& row, const char* key) const;
