@@ -2,8 +2,8 @@
 // The gates of the cache slots. Operations on one slot run in the order in which they were queued.
 // A fill (a store's copy, or a read into the slot) is exclusive; reads of the slot (a load's copy,
 // or a write to the pool) share it. A read states the content that it expects. If the slot holds
-// anything else, the read is STALE and does not access the slot, because a CRC of the slot's bytes
-// would certify wrong bytes. Every call appends the resulting grants, in order.
+// anything else, the read is STALE and does not access the slot: a write, for example, would store
+// wrong bytes with a valid CRC. Every call with `grants` appends the resulting grants, in order.
 #pragma once
 
 #include <unordered_map>
@@ -26,7 +26,7 @@ class SlotGates {
       : held_(slots), given_(slots), crcs_(slots, -1), readers_(slots) {}
 
   // Queue a task, which fills the slot if `task.fills` and reads it otherwise. A read must expect
-  // the content of the last fill queued before it. `read` must not follow a stale grant.
+  // the content of the last fill queued before it. Do not call `read` after a stale grant.
   void ask(Task& task, Grants& grants);
   std::vector<Task*> fillers(int32_t slot) const;
   bool withdraw(Task& task, Grants& grants);
@@ -35,7 +35,8 @@ class SlotGates {
   // End the fill and release its buffer. A failed fill leaves the slot empty. crc: the payload's
   // CRC if the fill computed it, or -1. Later readers get it as `Task::payload_crc`.
   void filled(int32_t slot, bool ok, Grants& grants, int64_t crc = -1);
-  // Give up a failed fill that the kernel holds. Its readers become stale; `filled` must follow.
+  // Give up a failed fill whose buffer the kernel still holds. Its readers become stale; `filled`
+  // must follow.
   void abandon(int32_t slot, Grants& grants);
   void filled_and_read(int32_t slot, Grants& grants);
   void read(int32_t slot, Grants& grants);

@@ -161,7 +161,8 @@ bool IoQueue::attached(uint16_t owner, int error) {
   return true;
 }
 
-// End or continue the tasks that wait for the engine's files. code, error: for ATTACH ops.
+// End or continue the tasks that wait for the engine's files. code, error: the outcome of its
+// ATTACH ops.
 void IoQueue::set_files(uint16_t owner, Files files, Outcome code, int error) {
   owners_[owner] = {files};
   std::vector<Task*> going;
@@ -319,8 +320,9 @@ LaneOp IoQueue::describe(const Task& task, uint64_t token) const {
           !is_write && task.header_only};
 }
 
-// Order the superblock between earlier and later writes, whose chunks could be confused otherwise.
-// A write past its deadline may hang, so it is not awaited; its epoch prevents adoption.
+// Return whether a superblock may be written: after all earlier writes and before all later ones,
+// because their chunks could otherwise be confused. A write past its deadline may hang, so it is
+// not awaited; its old epoch prevents its adoption.
 bool IoQueue::reset_may_start(const Target& target) const {
   if (target.resets.empty() || target.resetting) return false;
   if (mutant("reset_overtakes_writes")) return true;
@@ -392,7 +394,7 @@ void IoQueue::fail_stalled() {
         events.push_back({task, Outcome::DEADLINE});
 }
 
-// Insert a deadline in order. Only retries precede earlier entries: each kind has one time limit.
+// Insert a deadline in order. Each kind has one time limit, so only retries precede older entries.
 void IoQueue::watch(uint64_t token, int64_t deadline_ns, size_t kind) {
   auto& deadlines = deadlines_[kind];
   auto at = deadlines.end();

@@ -3,22 +3,24 @@
 // the data for judging each target's health.
 //
 // Reads precede writes. Among reads, the order is: loads, urgent fetches, reads for peers, other
-// fetches. Bounds apply per target, so that a slow target cannot starve others. Fewer bytes may be
-// written while the target is being read. Checksums of writes are computed before their turn.
+// fetches. Bounds apply per target, so that a slow target cannot starve others. While a target is
+// being read, fewer bytes may be in flight for writes. A write's checksum is computed before its
+// turn comes.
 //
 // An operation's time limit starts when a lane first gets it; a retry does not extend it. At the
 // deadline the outcome is DEADLINE, whether or not the lane responds; the release may follow later.
-// Operations for an unusable target fail at once. Waiting operations also fail if the lane accepts
-// none of their kind for that time limit.
+// Operations for an unusable target fail at once. Waiting operations also fail if the lane has
+// accepted none of their kind for the length of their time limit.
 //
 // A reset writes a target's superblock when no write to the target is awaited, and later writes
-// wait for its outcome. Reads and writes use their target's stamp at the hand-over. From the start
-// of a reset until the target is known to have the superblock (after an OK, however late, or a
-// reattachment, which writes it), that stamp has an epoch that no superblock names.
+// wait for its outcome. Reads and writes use the stamp that their target has when they are handed
+// over. From the start of a reset until the target is known to have the superblock (after an OK,
+// however late, or a reattachment, which writes it), the target's stamp has an epoch that no
+// superblock names.
 //
-// A peer's lane has room for one read per credit. A peer has half of the time left until the read's
-// deadline. If it fails, this server reads the chunk, which counts neither as the target's failure
-// nor as a retry.
+// A peer's lane has room for one read per credit. A peer must finish a read within half of the time
+// left until the read's deadline. If the peer fails, this server reads the chunk. That failure
+// counts neither against the target nor as a retry.
 #pragma once
 
 #include <array>
@@ -75,7 +77,7 @@ struct IoEvent {
 };
 
 // The data for judging a target's health: counts since the last report, and outcomes in order,
-// without successes after a success in the same direction.
+// except a success that follows another success in the same direction.
 struct HealthCounts {
   uint32_t target, attachment;
   size_t began = 0, late = 0, released = 0, released_late = 0;
@@ -101,7 +103,7 @@ struct PeerState {
   uint64_t lost = 0;          // how often its session was lost or stalled
 };
 
-// The lane of a peer. A failed read counts until its release.
+// The lane of a peer. A failed read still counts until it is released.
 struct PeerLane {
   PeerState state;
   size_t reads = 0, bytes = 0;  // our reads at the peer, and their bytes
@@ -113,7 +115,8 @@ struct PeerLane {
   // Return whether the peer has room, or will have room after one of its reads.
   bool is_awaited() const { return state.usable && (awaited || has_room()); }
   uint64_t queued_bytes() const { return state.queued_bytes + bytes; }
-  // Estimate one more read of `more` bytes. rate: used if the peer's rate is unknown.
+  // Estimate when one more read, of `more` bytes, would end. rate: used if the peer's rate is
+  // unknown.
   LaneEstimate estimate(size_t more, double rate) const {
     const double known = state.bytes_per_s;
     const auto left = static_cast<double>(queued_bytes() + more);
@@ -122,7 +125,7 @@ struct PeerLane {
 };
 
 // The operations in lanes, including those with an outcome whose buffer the kernel still holds. A
-// token is a table index, which avoids hashing, and a count, which makes it unique.
+// token consists of a table index, which avoids hashing, and a count, which makes the token unique.
 class Flights {
  public:
   struct One {
@@ -181,19 +184,20 @@ class IoQueue {
 
   IoQueue(const IoOptions& options, NativeLanes& lanes, NativeLanes* peer_lanes, int64_t now_ns);
 
-  // Queue a task: at the front if it has a deadline, because a peer has used part of its time.
-  // Reads for peers have deadlines too, but keep their order.
+  // Queue a task: at the front if it already has a deadline, because a peer has then used part of
+  // its time. Reads for peers have deadlines too, but keep their order.
   void enqueue(Task& task);
   // Move a fetch to the queue of reads for loads, and charge it to the load that waits for it. If a
-  // lane has the fetch, only its retry is promoted.
+  // lane already has the fetch, only its retry is promoted.
   void promote(Task& task, uint64_t load);
   // Cancel a task. Returns true if it was still queued; otherwise its completion will follow.
   bool cancel(Task& task);
-  // Make reads from this engine wait for its files, for at most a read's deadline. Before the first
-  // call, they also wait. asked: the task of the op that requests the files, or null.
+  // Make reads from this engine wait for its files, for at most a read's deadline. Reads that come
+  // before the first call wait too. asked: the task of the op that requests the files, or null.
   void await_files(uint16_t owner, Task* asked);
   // Record that the lanes have the engine's files or, if `error` is an errno, could not get them;
-  // reads then fail with ENOENT until `await_files`. Returns false if nothing awaits the files.
+  // reads then fail with ENOENT until the next `await_files`. Returns false if nothing awaits the
+  // files.
   bool attached(uint16_t owner, int error);
   void detach(uint16_t owner) { set_files(owner, Files::NONE, Outcome::IO_ERROR, ENOENT); }
   size_t foreign_reads(uint16_t owner, size_t target) const;
@@ -214,7 +218,7 @@ class IoQueue {
   void poll_lanes(int64_t ahead_ns);
   void expire();
 
-  // -- one round of hand-overs, called in this order
+  // -- the calls of one round of hand-overs, in this order
   void set_time(int64_t now_ns) { now_ns_ = now_ns; }
   int64_t now_ns() const { return now_ns_; }
   void offer_reads();
@@ -222,7 +226,7 @@ class IoQueue {
   void fail_stalled();
   // Fill `offered` with the superblocks to write, regardless of the lanes' room.
   void offer_resets();
-  // Return when the next operation gets DEADLINE unless it ends first, or INT64_MAX.
+  // Return when the next operation will get DEADLINE if it has not ended by then, or INT64_MAX.
   int64_t next_deadline_ns();
 
   std::vector<Offer> offered;
@@ -233,7 +237,8 @@ class IoQueue {
   std::vector<PeerLane> peers;
   TransferCounts reads, writes;
 
-  // Return the rates, in bytes per second, that changed by more than a tenth since last returned.
+  // Return the rates, in bytes per second, that changed by more than a tenth since they were last
+  // returned.
   struct Rate {
     size_t target;
     double write, read;
@@ -262,7 +267,7 @@ class IoQueue {
   LaneOp describe(const Task& task, uint64_t token) const;
   uint64_t cache_address(const Task& task) const;
   size_t payload_bytes(const Task& task) const { return options_.group_bytes[task.group]; }
-  // Return the bytes of reading or writing the task's slot, in whole pages.
+  // Return the bytes that a read or write of the task's slot transfers, in whole pages.
   size_t transfer_bytes(const Task& task) const {
     constexpr size_t kPage = 4096;
     return options_.header_bytes + (payload_bytes(task) + kPage - 1) / kPage * kPage;
@@ -337,7 +342,7 @@ class IoQueue {
   std::array<std::deque<std::pair<int64_t, uint64_t>>, 3> deadlines_;
   int64_t retry_deadline_ns_ = INT64_MAX;  // the earliest deadline of retries and awaited files
   uint64_t newest_reset_ = 0;              // the op of the newest reset
-  Stamp named_;                            // of targets that have the newest reset's superblock
+  Stamp named_;                            // the stamp of a target that has the newest superblock
   std::vector<LaneEnd> ends_;
   std::unordered_set<Task*> summing_;  // writes whose checksums the lanes are computing
   std::vector<Summed> sums_;

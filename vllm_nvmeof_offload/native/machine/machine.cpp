@@ -142,7 +142,7 @@ void Machine::promote_fetches(const Task& load) {
 }
 
 void Machine::reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed) {
-  // No earlier write may follow the reset, wherever it waits.
+  // No earlier write may follow the reset, wherever that write waits.
   for (auto& [number, job] : jobs_) {
     if (job->kind != OpKind::WRITE) continue;
     for (Task& task : job->tasks)
@@ -792,7 +792,8 @@ void Machine::leave_to_peer(Task& task) {
   io.abandon(task.token);
 }
 
-// Read a chunk locally after its peer failed, with the original deadline and retry (rule 16).
+// Read a chunk locally after its peer failed, with the original deadline and retry
+// (docs/protocol.md, rule 16).
 void Machine::go_home(Task& task) {
   judge_.failed(task);
   task.peer = mutant("a_chunk_is_asked_of_two_peers") ? Task::kAtNoPeer : Task::kCameHome;
@@ -903,7 +904,7 @@ void Machine::serve(std::span<const uint64_t> tokens, const Columns& columns,
   }
 }
 
-// Answer the peer at the release, when the slot is free. The peer could not use an earlier outcome.
+// Answer the peer only at the release, when the slot is free: it cannot use an earlier outcome.
 void Machine::serve_event(const IoEvent& event) {
   Task& task = *event.task;
   const bool at_outcome = mutant("a_hung_serve_slot_is_free_at_the_outcome");

@@ -16,11 +16,13 @@
 // If the copy engine computes checksums (`MachineOptions::copies_check`), the read of a whole chunk
 // for a load checks only the header. The copy then checks the payload: the chunk is OK only if the
 // CRC of the copied bytes matches the header. Until then, no other task may use the slot. If the
-// load is cancelled while others wait for its cache slot, the slot is read again.
+// load is cancelled while other tasks wait for its cache slot, the chunk is read again and its
+// payload checked.
 //
 // A load's row that names neither a slot nor a place is STALE: its chunk was evicted after the
-// look-up. A store's row without pieces is STALE, and its slot is emptied, if its group has bytes:
-// part of the chunk is missing. The chunks of a job do not wait for each other.
+// look-up. If a store's row has no pieces although its group has bytes, part of the chunk is
+// missing: the row is STALE, and its slot is emptied. The chunks of a job do not wait for each
+// other.
 //
 // A row may name one member of a set of ranks with equal bytes (one_copy.h). That rank, the holder,
 // performs the steps above. The other ranks do the following:
@@ -32,7 +34,7 @@
 // A peer may read a load's chunk from the pool instead: each peer is one more lane (io_queue.h).
 // `choose_lane` (lanes.h) chooses the lane when the chunk gets its stream slot. If the peer fails
 // in any way, this server reads the chunk itself, within the original deadline and with the usual
-// retry. It uses another stream slot if the peer may still write into the first. A chunk for a
+// retry. It uses a different stream slot if the peer may still write into the first. A chunk for a
 // cache slot is pulled into a stream slot and copied after its verification, so that no late pull
 // can write into a cache slot.
 //
@@ -149,8 +151,8 @@ class Machine {
   void begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
              const Pieces& pieces, uint64_t fence = 0);
   // Cancel queued writes and write each target's superblock; see `IoQueue::begin_reset`. The op's
-  // row is OK when the first superblock is written: the next start then voids the chunks on all
-  // targets. If none can be written, the row fails with the last outcome.
+  // row is OK as soon as one superblock is written, because the next start then voids the chunks on
+  // all targets. If none can be written, the row fails with the last outcome.
   void reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
   // Cancel rows of an op, or all if `rows` is null; they are still reported, and running DMA
   // continues. Stores, resets and attaches are never cancelled, because other ops need them.
@@ -159,15 +161,16 @@ class Machine {
   // decides the op's row, which otherwise fails after a read's deadline.
   void attach(uint64_t op, uint16_t owner);
 
-  // -- progress. crcs: of each chunk's payload (in a load, of the bytes that arrived), or -1 if
-  // unknown; empty if all are unknown.
+  // -- progress. crcs: the CRC of each chunk's payload (in a load, of the bytes that arrived), or
+  // -1 if unknown; empty if all are unknown.
   void copied(uint64_t number, Outcome code, int error, std::span<const int64_t> crcs = {});
   size_t copying(uint64_t number) const {
     const auto found = copying_.find(number);
     return found == copying_.end() ? 0 : found->second.size();
   }
   bool run();  // returns false if nothing more can advance now
-  // Return upper bounds: tasks that the next `run` may advance, chunks to copy, rows to report.
+  // The next three return upper bounds on the tasks that the next `run` may advance, the chunks to
+  // copy, and the rows to report.
   size_t to_move();
   size_t to_copy() const;
   size_t to_report() const;
@@ -180,7 +183,8 @@ class Machine {
     return jobs_.empty() && gates_.idle() && !io.busy() && streams_.idle() &&
            (!set_ || set_->idle()) && served_.empty();
   }
-  // Like `IoQueue::next_deadline_ns`, but include tasks that wait for stream slots or other ranks.
+  // Return the same as `IoQueue::next_deadline_ns`, including tasks that wait for stream slots or
+  // other ranks.
   int64_t next_deadline_ns();
   SetMember* set() { return set_ ? &*set_ : nullptr; }
 
@@ -195,8 +199,9 @@ class Machine {
   // Return the work ahead of a new read, by lane: bytes, and seconds (0 if unknown).
   std::vector<std::pair<uint64_t, double>> read_queues();
 
-  // -- reads for peers, by token and with time limits. Nothing else may use a row's serve slot, its
-  // `cache`, until the row ends. A reset cancels these reads; those that have started end later.
+  // -- reads for peers, by token and with time limits. Nothing else may use a row's serve slot,
+  // which its `cache` names, until the row ends. A reset cancels these reads; those that have
+  // started end later.
   void serve(std::span<const uint64_t> tokens, const Columns& columns,
              std::span<const double> within_s);
   // Cancel the reads with these tokens. `take_served` still returns each of them.
@@ -206,7 +211,7 @@ class Machine {
     Outcome code;
     int error;
   };
-  // Return the reads for peers that have released their slots, each once.
+  // Return each read for a peer once, after it has released its slot.
   std::vector<Served> take_served() { return std::exchange(served_, {}); }
   // Return the bytes to read before the next read for a peer, and our read rate in bytes per
   // second.

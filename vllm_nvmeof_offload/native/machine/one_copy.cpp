@@ -288,7 +288,7 @@ void SetMember::look_at_reads(size_t member) {
     const SetMemory::Announced one = memory_.announced(member, at);
     const auto found = holder.reads.find(one.row);
     if (found == holder.reads.end()) {
-      // If not given up, the row is being copied, or this rank has not received the load yet.
+      // A row that was not given up is being copied, or belongs to a load not yet received here.
       if (holder.given_up.erase(one.row)) memory_.release(member, at, options_.member);
       continue;
     }

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// One copy of each chunk for a set of ranks with equal bytes (the key `one_copy`), in the staging
-// of one of them; the other ranks copy it from there. `SetMemory` is the memory by which they
-// coordinate, and `SetMember` one rank of the set.
+// A set of ranks with equal bytes keeps one copy of each chunk (the key `one_copy`), in the staging
+// of one rank; the other ranks copy it from there. `SetMemory` is the memory through which the
+// ranks coordinate, and `SetMember` is one rank of the set.
 #pragma once
 
 #include <atomic>
@@ -25,14 +25,15 @@ namespace nvmeof {
 //     progress       a count of the member's steps, so that the others notice when it hangs
 //     fill words     for each cache slot, the name and the state of its last fill
 //     announcements  for each stream slot, the load's row that it holds, and a bit for each member
-//                    that has not released it; then those of rows whose reads failed
+//                    that has not released it; then announcements of failed reads
 //
 // Each word is atomic. A writer makes its bytes visible before the word that names them (release);
 // a reader reads the word first (acquire). The memory is initially zero.
 
 enum class FillState : uint8_t { EMPTY, FILLING, HELD, FAILED };
 
-// A row of a load that all members receive. `generation` excludes rows of other servers.
+// A row of a load that all members receive. `generation` distinguishes it from rows of other
+// servers.
 struct RowOf {
   uint64_t op = 0;
   uint32_t row = 0;
@@ -63,7 +64,7 @@ class SetMemory {
   void count_progress(size_t member);
   void leave(size_t member) { store(part(member), kLeft); }
 
-  // -- fill words. `fill` also returns EMPTY if the word has another name.
+  // -- fill words. `fill` also returns EMPTY if the word has a different name.
   void set_fill(size_t member, size_t slot, FillState state, uint64_t name);
   FillState fill(size_t member, size_t slot, uint64_t name) const;
 
@@ -76,7 +77,7 @@ class SetMemory {
     RowOf row;
     Outcome code = Outcome::OK;
   };
-  // Return an announcement that the calling reader has not released yet.
+  // Return an announcement. The calling reader must not have released it yet.
   Announced announced(size_t member, size_t at) const;
   void release(size_t member, size_t at, size_t reader);
 
@@ -134,7 +135,8 @@ class SetMember {
   SetMember(const SetOptions& options, const SetShape& shape, int64_t patience_ns);
 
   bool shares(uint8_t group) const { return options_.set_sizes[group] > 1; }
-  // Return the rank of `member` (from a place or cache slot) in this rank's set for the group.
+  // Return the rank that is `member`, as in a place or cache slot, of this rank's set for the
+  // group.
   uint8_t holder(uint8_t group, uint32_t member) const;
   bool holds(const Task& task) const { return task.holder == options_.member; }
   uint64_t address(const Task& task, size_t slot_bytes) const;
@@ -148,7 +150,7 @@ class SetMember {
   // Announce that the task's stream slot holds the chunk, so that the others may copy it.
   void lend(Task& task);
   void announce_failure(Task& task, Outcome code);
-  // Return whether others still use the task's stream slot. `RETURNED` reports when they are done.
+  // Return whether others still use the task's stream slot. A `RETURNED` event then follows.
   bool is_lent(const Task& task) const;
   void await_return(Task& task, int64_t now_ns);
 

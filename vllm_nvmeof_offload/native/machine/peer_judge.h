@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
 // Decides which peers get no reads for now. A peer that delayed eight loads in a row rests for 10
 // s. A peer is faulty if eight of its reads in a row failed, or if its session was lost or stalled
-// three times in 10 s; it then rests for 30 s. If it is faulty again before it has worked for
-// longer than its last such rest, the next one is twice as long, up to 10 minutes.
+// three times in 10 s; it then rests for 30 s. If the peer is faulty again before it has worked for
+// longer than its last rest for a fault, its next such rest is twice as long, up to 10 minutes.
 //
-// A load is judged after its end, not by the estimate at its start, because new loads may delay it.
-// A peer is late if its chunk arrived last, and our targets alone could have finished the load
-// earlier, by reading the peers' chunks after their own. Other reads of the targets count too:
-// while a target is busy, no peer is late. A chunk that this server read because a peer failed
-// counts as the peer's.
+// Peers are judged when a load has ended, not by the estimate at its start, because new loads may
+// delay it. A peer is late if its chunk arrived last, and our targets alone could have finished the
+// load earlier, by reading the peers' chunks after their own. Other reads of the targets count too:
+// while they keep a target busy, no peer is late. A chunk that this server read because a peer
+// failed counts as the peer's.
 #pragma once
 
 #include <algorithm>
@@ -138,7 +138,8 @@ class PeerJudge {
     rest(peer, now_ns, peer.fault_rest_ns);
   }
 
-  // Exclude ENOTCONN, which `lost` counts, and EBADF: the region is not open yet.
+  // Return whether a failed read counts against the peer. ENOTCONN does not, because `lost` counts
+  // it; nor does EBADF, because the region is not open yet.
   static bool brought_nothing(Outcome code, int error) {
     if (code == Outcome::IO_ERROR) return error != ENOTCONN && error != EBADF;
     return code == Outcome::STALE || code == Outcome::CHECKSUM_MISMATCH;

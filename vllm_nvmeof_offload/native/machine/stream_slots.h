@@ -4,9 +4,9 @@
 // Each target and each usable peer may hold at most its share of the slots, so that a hanging one
 // cannot take the slots of the others. Jobs divide a target's share fairly. A task that waits for
 // its target may instead get a slot from a peer's share. Tasks that a peer failed to read precede
-// all others. If a peer may read a chunk into a cache slot, the chunk also waits here, for a stream
-// slot or until its target has room for one more chunk, so that its lane is chosen as late as
-// possible.
+// all others. A chunk that is bound for a cache slot and that a peer may read also waits here,
+// until it gets a stream slot or its target has room for one more chunk. Its lane is thus chosen as
+// late as possible.
 #pragma once
 
 #include <deque>
@@ -32,7 +32,7 @@ class StreamSlots {
   void give_back(Task& task);
   // Record that the kernel holds the task's slot past the task's deadline, perhaps forever.
   void mark_hung(Task& task);
-  // Remove the tasks that could only get slots that the kernel may never return.
+  // Remove the tasks that are stuck because the kernel may never return the slots that they need.
   std::vector<Task*> take_unservable();
 
   // -- for the machine's choice of a lane for each chunk

@@ -8,7 +8,8 @@
 namespace nvmeof {
 namespace {
 
-// The engine holds writes to a target for this long, or these bytes if that is more.
+// The engine is given at most the writes that the target completes in this time, or this many bytes
+// if that is more.
 constexpr double kWriteAheadS = 0.0125;
 constexpr size_t kWriteAheadBytes = size_t{32} << 20;
 // If a load has read from a target within this time, another load is expected soon.

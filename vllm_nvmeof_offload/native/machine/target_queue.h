@@ -14,7 +14,8 @@ namespace nvmeof {
 
 struct IoOptions;
 
-// A task holds a place from its hand-over until its outcome, or until the device has completed it.
+// A task holds a place from its hand-over until its outcome, or until the device has completed it
+// if that is earlier.
 class TargetQueue {
  public:
   explicit TargetQueue(const IoOptions& options) : options_(options) { writes_at(0); }
@@ -51,7 +52,7 @@ class TargetQueue {
       FairQueue(FairQueue::Share::CHARGED), FairQueue(FairQueue::Share::NONE),
       FairQueue(FairQueue::Share::NONE), FairQueue(FairQueue::Share::NONE),
       FairQueue(FairQueue::Share::NONE)};
-  // When tasks of this kind began to wait without the engine accepting any, by is_write.
+  // By is_write: since when tasks of this kind have waited without the engine accepting any.
   std::array<std::optional<int64_t>, 2> stalled_since_ns_;
 };
 

@@ -120,7 +120,7 @@ std::vector<Task*> FairQueue::take_past(int64_t now_ns, int64_t& next_ns) {
   return past;
 }
 
-// Push the job's current position onto the heap; forget a job without tasks and places.
+// Push the job's current position onto the heap; forget a job with neither tasks nor places.
 void FairQueue::moved(uint64_t job, Line& line) {
   if (line.first) {
     heap_.push_back({line.held, line.first->sequence, job});

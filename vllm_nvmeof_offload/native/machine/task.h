@@ -41,8 +41,9 @@ struct Task {
   int32_t stream = -1;  // the stream slot, -1 if none, or kLands
   SlotContent content;
   int32_t cache = -1;  // the cache slot, or -1 if the task uses a stream slot
-  // For a row that another rank of the set processes: the index of the task among those that wait
-  // for that rank's fills or, without a cache slot, of the announcement of the slot to copy.
+  // For a row that another rank of the set processes: the task's index among those that wait for
+  // that rank's fills or, without a cache slot, the index of the announcement that names the slot
+  // to copy from.
   int32_t at_holder = -1;
   Place place = kNoPlace;  // the place on `target`, or `kNoPlace` if there is no I/O
   uint8_t target = 0;
@@ -127,7 +128,7 @@ inline std::string_view Task::key() const {
 
 // Shares a limited number of places fairly among jobs. The job with the fewest places goes first;
 // among equals, the job whose first task has waited longest. A job's tasks keep their order. Only
-// each job's first task is examined, so a job's number of tasks costs nothing.
+// each job's first task is examined, so the cost does not depend on the number of a job's tasks.
 class FairQueue {
  public:
   // The job to which a task's place is charged, fixed while the task waits or has a place.
