@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The C++ code that runs per chunk.
 
-`core` contains the I/O engine, the pool's format and checksums. The other names belong to the
+`core` contains the I/O engine, and the pool's format and checksums. The other names belong to the
 manager's tiers, the foreign table, and the worker's transfer machine.
 """
 

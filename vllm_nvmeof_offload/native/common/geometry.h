@@ -30,9 +30,9 @@ class Geometry {
 
   size_t blocks_per_chunk() const { return blocks_per_chunk_; }
 
-  // Append (KV cache address, offset in the payload, size) per piece to `rows`, and to `firsts` the
-  // index of each chunk's first piece and the end. `blocks` belong to consecutive chunks and start
-  // at position `first` of the first chunk.
+  // Append (KV cache address, offset in the payload, size) of each piece to `rows`. Append the
+  // index of each chunk's first piece, then that of the end, to `firsts`. `blocks` belong to
+  // consecutive chunks and start at position `first` of the first chunk.
   void pieces(std::span<const int32_t> blocks, size_t first, size_t chunks,
               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
     require(first < blocks_per_chunk_, "a position is beyond the chunk");

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
 // Measures each target's rate while operations are in flight. By Little's law, the rate is the
-// number of operations in flight times the bytes of each, divided by the time of each. Operations
-// that outlast a period and idle time thus do not distort it.
+// number of operations in flight times the bytes of each, divided by the time of each. The rate is
+// thus distorted neither by idle time nor by operations that outlast a period.
 //
 // An unsaturated period yields bounds instead: at least the measured rate, and at most about `s /
 // n` times as much if `n` operations were in flight and `s` saturate the target. A known rate

@@ -36,8 +36,8 @@ inline void require(bool holds, const char* rule) {
   if (!holds) throw BrokenRule(rule);
 }
 
-// The rule to break, to prove that the simulator detects it. Only the test build of the module has
-// mutants; in other builds `mutant` is false at compile time.
+// The rule to break, to prove that the simulator detects this. Only the test build of the module
+// has mutants; in other builds `mutant` is false at compile time.
 #ifdef NVMEOF_MUTANTS
 inline std::string active_mutant;
 inline bool mutant(std::string_view name) { return active_mutant == name; }

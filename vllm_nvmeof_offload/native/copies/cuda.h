@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls of NVIDIA's driver, through the addresses of its functions, so that a whole batch of
+// Calls to NVIDIA's driver, through the addresses of its functions, so that a whole batch of
 // copies, its end event and the wait for the event run without the GIL.
 #pragma once
 
@@ -135,10 +135,10 @@ struct CopyColumns {
   size_t* sizes;
 };
 
-// The most copies in the first call, the factor by which this grows from call to call, and its
-// limit. On an H200, the driver needs 0.43 µs per copy and about 28 µs per call (16 calls of 64
-// copies took 895 µs). The GPU seems to start when a call returns: a small first call starts it
-// early, which leaves time for larger ones. Batches of about 50,000 crashed drivers.
+// The maximum number of copies in the first call, the factor by which it grows from call to call,
+// and its limit. On an H200, the driver needs 0.43 µs per copy and about 28 µs per call (16 calls
+// of 64 copies took 895 µs). The GPU seems to start when a call returns: a small first call starts
+// it early, which leaves time for larger ones. Batches of about 50,000 crashed drivers.
 inline constexpr size_t kFirstCopies = 16, kCopiesGrowth = 4, kCopiesMax = 4096;
 
 // Submit copies, then record their end. attributes: a CUmemcpyAttributes, ignored without

@@ -12,7 +12,7 @@ namespace {
 
 // The caller is woken after every kTogether checksums and when none is left to compute.
 constexpr size_t kTogether = 4;
-// Waking a thread takes longer than computing a smaller payload's checksum.
+// Waking a thread takes longer than computing the checksum of a payload smaller than this.
 constexpr size_t kSummedAheadMin = 256 << 10;
 
 // Create all rings before starting any: a ring can share its memory only until it is enabled.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The interface between the worker's machine and its lanes, which only move slots.
+// The interface between the worker's machine and its lanes, which only read and write slots.
 #pragma once
 
 #include <sys/eventfd.h>
@@ -67,7 +67,7 @@ struct LaneOp {
   Stamp stamp;               // a write stores it; a read requires its tag
   bool single_copy = false;  // in a write: no other rank holds the chunk
   uint32_t client = 0;       // in a write: a number for the salt of the chunk's key; 0 if unknown
-  // In a read: return the payload CRC from the header for the copy to check; the lane need not.
+  // In a read: return the payload's CRC from the header; the copy checks it, so the lane need not.
   bool header_only = false;
   size_t peer = 0;       // in a peer lane: the peer that reads the slot
   int64_t until_ns = 0;  // in a peer lane: the end of this attempt, by the machine's clock
@@ -114,12 +114,12 @@ class NativeLanes {
   // keeps running and its end will be ignored; a write then gets no table entry.
   virtual bool cancel_one(uint64_t token) = 0;
   virtual void ended(std::vector<LaneEnd>& ends) = 0;
-  // Append operations that the device has completed, so that it can be given more. Optional.
+  // Append operations that the device has completed, so that it can be given more work. Optional.
   virtual void landed(std::vector<uint64_t>& /*tokens*/) {}
 };
 
-// -- The choice of the lane that reads a chunk: the one expected to finish first. It uses no state
-// or clock, so that the worker and the simulators choose alike.
+// -- The choice of the lane that reads a chunk: the one expected to finish first. The choice uses
+// no state or clock, so that the worker and the simulators choose alike.
 
 struct LaneEstimate {
   double end_s = 0;  // estimated time until the chunk is read, if the lane starts now

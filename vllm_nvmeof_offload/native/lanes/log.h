@@ -63,7 +63,8 @@ int copy_of_fd(int fd);
 
 class LogWriter {
  public:
-  // fd: from `copy_of_fd`, because the pool may close its own before the records are written.
+  // fd: from `copy_of_fd`, because the pool may close its own descriptor before the records are
+  // written.
   LogWriter(LogStart start, int fd);
   ~LogWriter();
   LogWriter(const LogWriter&) = delete;

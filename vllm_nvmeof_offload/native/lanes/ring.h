@@ -82,7 +82,7 @@ class Uring final : public Ring {
   io_uring ring_{};
   Memory memory_;
   int slab_fd_;          // the registered slab, if any
-  size_t region_bytes_;  // registered pieces end on slot boundaries; 0 if none are
+  size_t region_bytes_;  // the size of registered pieces, a multiple of the slot's; 0 if none
   bool files_registered_ = false;
   bool enabled_ = false;
   uint64_t wake_buffer_ = 0;

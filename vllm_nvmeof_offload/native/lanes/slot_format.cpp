@@ -92,8 +92,8 @@ bool intact(const std::byte* slot, const Header& header) {
   return all_zero(header.key + header.key_bytes, header.key + kKeyBytesMax);
 }
 
-// Appending zero bytes to a message is a linear map of its CRC without the inversions. This class
-// holds the maps for 1, 2, 4, ... bytes, each as one table per nibble of a CRC.
+// Without the inversions, appending zero bytes to a message is a linear map of the message's CRC.
+// This class holds the maps for 1, 2, 4, ... bytes, each as one table per nibble of a CRC.
 class ZerosTable {
  public:
   ZerosTable() {

@@ -21,7 +21,8 @@ constexpr std::chrono::milliseconds kPermitPoll{5};
 
 size_t whole_pages(size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
-// Return the size of equal pieces of about `split` bytes: a small last piece would cost as much.
+// Return the size of equal pieces of about `split` bytes; a small last one would cost as much as a
+// full one.
 size_t bytes_per_piece(size_t bytes, size_t split) {
   const size_t pieces = std::max<size_t>(1, (bytes - kHeaderBytes + split - 1) / split);
   return whole_pages((bytes + pieces - 1) / pieces);
@@ -223,7 +224,8 @@ bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   return false;
 }
 
-// End an operation. A read leaves waking the caller to `check_one` if pieces still await a check.
+// End an operation. If pieces still await a check, a read leaves it to `check_one` to wake the
+// caller.
 void TargetRing::finish(Op& op, Outcome code, int error) {
   LaneEnd end{op.request.token, code, error};
   if (op.request.header_only && code == Outcome::OK) end.payload_crc = op.header.payload_crc;

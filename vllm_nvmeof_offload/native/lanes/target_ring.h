@@ -3,11 +3,11 @@
 //
 // Operations start at once and in order, because the caller enforces the bounds. Only reads beyond
 // `read_bytes_started_max` wait here, so that after a burst of completions the device gets more
-// before the caller wakes up. The ring's thread seals a write before its first piece. It checks
-// each piece of a read soon after arrival, while the piece may be in the CPU cache, but gives the
-// device more work first. A second thread writes table entries, because a buffered `pwrite` may
-// wait for a journal, then the log, and syncs a table that other hosts read; no operation waits for
-// the last two.
+// work before the caller wakes up. The ring's thread seals a write before its first piece. It
+// checks each piece of a read soon after arrival, while the piece may be in the CPU cache, but
+// gives the device more work first. A second thread writes table entries, because a buffered
+// `pwrite` may wait for a journal. The same thread then writes the log, and syncs a table that
+// other hosts read; no operation waits for the log or the sync.
 #pragma once
 
 #include <sched.h>
@@ -36,7 +36,8 @@ class TableSync {
  public:
   static constexpr std::chrono::seconds kPeriod{1};
 
-  // fd: from `copy_of_fd`, because the pool may close its own before a sync; -1 to never sync.
+  // fd: from `copy_of_fd`, because the pool may close its own descriptor before a sync; -1 to never
+  // sync.
   explicit TableSync(int fd) : fd_(fd) {}
   ~TableSync() { close_file(); }
   TableSync(const TableSync&) = delete;

@@ -69,7 +69,7 @@ struct Region {
 struct SlotPlace {
   Region region;
   uint32_t slot = 0;
-  // Recorded but never compared: whether no other rank holds the chunk, and its `LaneOp::client`.
+  // These are recorded but never compared: whether no other rank holds the chunk, and its client.
   bool single_copy = false;
   uint32_t client = 0;
 };
@@ -130,7 +130,7 @@ std::span<const CrcVariant> crc_variants();
 // bytes, of which at most 16 MiB are read, in 1 to 2 ms.
 const char* choose_crc(std::span<const std::byte> memory);
 
-// Return a part's share in a message's CRC, which is the XOR of all shares. crc: the part's own
+// Return a part's share in a message's CRC; the XOR of all shares is that CRC. crc: the part's own
 // CRC. bytes_after: the bytes of the message after the part.
 uint32_t crc_share(uint32_t crc, size_t bytes_after);
 
@@ -138,13 +138,15 @@ uint32_t crc_share(uint32_t crc, size_t bytes_after);
 // part's CRC without the inversions. sizes: the bytes of each part.
 uint32_t join_crcs(const uint32_t* words, const uint64_t* sizes, size_t parts);
 
-// Copy like `memcpy`; extend `crc`, the CRC of the preceding bytes, while the bytes are cached.
+// Copy like `memcpy`, and extend `crc`, the CRC of the preceding bytes, while the bytes copied are
+// in the CPU cache.
 uint32_t copy_crc32c(void* to, const void* from, size_t bytes, uint32_t crc);
 
 // Like `copy_crc32c`, but compute the CRC from the bytes that arrived at `to`.
 uint32_t copy_crc32c_at_target(void* to, const void* from, size_t bytes, uint32_t crc);
 
-// Fill the header page of a complete slot with this payload CRC. kind: a `groups.GroupKind`.
+// Write the header page of a slot whose payload is complete and has this CRC. kind: a
+// `groups.GroupKind`.
 void seal(std::byte* slot, const Identity& identity, size_t payload_bytes, uint32_t payload_crc,
           const Stamp& stamp, const SlotPlace& place, uint8_t kind);
 
@@ -160,8 +162,8 @@ struct SlotHeader {
 // Return the header, or nothing if the page is not an intact header of this format.
 std::optional<SlotHeader> parse_header(const std::byte* slot);
 
-// The result of checking a header. code: OK, STALE (an intact header with another identity, length,
-// place or tag) or CHECKSUM_MISMATCH. payload_crc: of the payload, if `code` is OK.
+// The result of checking a header. code: OK, STALE (an intact header with a different identity,
+// length, place or tag) or CHECKSUM_MISMATCH. payload_crc: the payload's CRC, if `code` is OK.
 struct HeaderProof {
   Outcome code = Outcome::CHECKSUM_MISMATCH;
   uint32_t payload_crc = 0;
@@ -239,7 +241,7 @@ class CompletionQueue {
   std::vector<uint64_t> landed_;
 };
 
-// A gate for the contract tests, which holds started operations on shut places, as if hung.
+// A gate for the contract tests. It holds started operations on shut places, as if they hung.
 class StartGate {
  public:
   void shut(const std::vector<Place>& places) {

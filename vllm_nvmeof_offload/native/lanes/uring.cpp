@@ -53,7 +53,7 @@ Uring::~Uring() { io_uring_queue_exit(&ring_); }
 
 void Uring::init(unsigned entries, bool disabled) {
   io_uring_params params{};
-  // The ring stays disabled until its thread runs, which then gets completions without interrupts.
+  // The ring stays disabled until its thread enables it, and then completes without interrupts.
   if (disabled)
     params.flags =
         IORING_SETUP_SINGLE_ISSUER | IORING_SETUP_DEFER_TASKRUN | IORING_SETUP_R_DISABLED;
