@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Look-ups for vLLM, which calls them key by key in a Python loop. Memory is prefetched, so that a
-// call costs less than that of an empty Python function even among millions of entries.
+// Look-ups for vLLM, which calls them key by key in a Python loop. Memory is prefetched, so that
+// even with millions of entries a call costs less than calling an empty Python function.
 #include "bindings/bindings.h"
 
 #include <nanobind/stl/tuple.h>
@@ -28,7 +28,8 @@ class Ahead {
  public:
   Ahead(const Index& index, const Foreign* foreign) : index_(index), foreign_(foreign) {}
 
-  // Start following lists of keys, which may grow. vLLM's look-ups pass the same key objects.
+  // Start following lists of keys, which may grow. vLLM's look-ups pass the key objects in these
+  // lists.
   void begin(const nb::iterable& lists) {
     end();
     warmed_ = foreign_ && !foreign_->empty() ? foreign_ : nullptr;
@@ -195,7 +196,7 @@ extern "C" PyObject* look_up(PyObject* self, PyObject* const* arguments, Py_ssiz
 }
 
 PyMethodDef look_up_method = {"lookup",
-                              // METH_FASTCALL functions have another type than PyCFunction.
+                              // METH_FASTCALL functions have a different type from PyCFunction.
                               // NOLINTNEXTLINE(bugprone-casting-through-void)
                               reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(look_up)),
                               METH_FASTCALL, nullptr};
@@ -211,7 +212,8 @@ void bind_look_ups(nb::module_& m) {
       .def("begin", &LookUps::begin, "sources"_a, "lists"_a)
       .def("end", &LookUps::end)
       .def("take_counts", &LookUps::take_counts)
-      // A built-in function, because nanobind's conversion and checks of arguments take time.
+      // This is a built-in function, because nanobind's conversions and checks of arguments take
+      // time.
       .def_prop_ro("lookup", [](nb::handle self) {
         return LookUp(nb::steal(PyCFunction_New(&look_up_method, self.ptr())));
       });

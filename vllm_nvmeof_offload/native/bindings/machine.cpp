@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings of the worker's machine. Per-chunk code runs without the GIL.
+// Python bindings for the worker's machine. Per-chunk code runs without the GIL.
 #include "bindings/bindings.h"
 
 #include <nanobind/ndarray.h>

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings of the I/O core and of CUDA's calls. `io/engine.py` and `copy/driver.py` add
-// types.
+// Python bindings for the I/O core and the CUDA calls, to which `io/engine.py` and `copy/driver.py`
+// add types.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -122,8 +122,8 @@ void copy(Words to, Words from, Words sizes) {
 }
 
 // Copy pieces of payloads, and write each payload's CRC, or kNoCrc if its pieces do not cover it in
-// order and without gaps. counts: the number of pieces per payload. loads: whether payloads are the
-// source, and the CRCs those of the bytes that arrived; otherwise payloads are the destination.
+// order and without gaps. counts: the number of pieces per payload. loads: if true, payloads are
+// the source, and the CRCs are of the bytes that arrived; if false, payloads are the destination.
 void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words payloads,
                    Words payload_sizes, Signed crcs, bool loads) {
   const size_t pieces = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
@@ -249,7 +249,7 @@ void as_os_error(const std::exception_ptr& caught, void*) {
 
 CudaHandle handle(uintptr_t number) { return reinterpret_cast<CudaHandle>(number); }
 
-// addresses: of the functions, in the order of their declarations.
+// addresses: the functions' addresses, in the order of their declarations.
 void make_functions(CudaFunctions* at, uintptr_t context,
                     const std::array<uintptr_t, 8>& addresses) {
   static_assert(sizeof *at == sizeof context + sizeof addresses);
@@ -315,7 +315,7 @@ void bind_cuda(nb::module_& m) {
             return cuda.record(handle(event), handle(stream));
           },
           nb::call_guard<nb::gil_scoped_release>())
-      // A query never blocks. If it released the GIL, another thread could take it for 0.5 ms.
+      // A query never blocks. If it released the GIL, another thread could hold it for 0.5 ms.
       .def("query",
            [](const CudaFunctions& cuda, uintptr_t event) { return cuda.query(handle(event)); });
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings of the manager's tiers. Keys are bytes, and columns are numpy arrays.
+// Python bindings for the manager's tiers. Keys are bytes, and columns are numpy arrays.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
@@ -117,7 +117,7 @@ class PythonOrder final : public Order {
 MakeOrder order_maker(nb::object make) {
   if (make.is_none()) return {};
   return [make](const SlotRecords& slots) -> std::unique_ptr<Order> {
-    // A memoryview yields Python integers; a numpy array yields slow ones that overflow.
+    // A memoryview yields Python integers; a numpy array would yield slower ones that overflow.
     static_assert(offsetof(SlotRecord, used) == 0 && sizeof(SlotRecord) % sizeof(uint64_t) == 0);
     char* const bytes = const_cast<char*>(reinterpret_cast<const char*>(slots.data()));
     const auto size = static_cast<Py_ssize_t>(slots.size() * sizeof(SlotRecord));
