@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Directories and files below a target that only their owner can have written.
 
-A user who owns a target, or may rename in it, can replace our files and directories at any time,
-even with links and pipes. Checksums do not prove who wrote the bytes. So every file is opened by
-`open_private`, which checks the owner and never waits. A running server opens files through a
+A user who owns a target, or may rename entries in it, can replace our files and directories at any
+time, even with links and pipes. Checksums do not prove who wrote the bytes. So every file is opened
+by `open_private`, which checks the owner and never waits. A running server opens files through a
 `Folder`: the descriptor of a directory that was found and checked once, whatever its path leads to
 later. Paths are resolved only at a start, by a prober (`targets.prober`), and by the follower at
 each discovery, because the follower must not prevent an unmount.
@@ -50,7 +50,7 @@ class Folder:
         os.dup2(found.fd, self.fd, inheritable=False)
 
     def leave(self) -> None:
-        """Close the directory; `renew` finds it again."""
+        """Close the directory until `renew` reopens it."""
         nowhere = Folder.nowhere(self.path)
         os.dup2(nowhere.fd, self.fd, inheritable=False)
 
@@ -71,8 +71,8 @@ def make_directory(path: Path) -> None:
 def open_private(path: Path, flags: int) -> int:
     """Open a file that only its owner can write; `O_CREAT` creates it with mode 0600. A wider mode
     is narrowed, with a warning, unless the file is opened only for reading. The file must belong to
-    this user or, for root, may belong to the directory's owner. Never waits for another process.
-    Raises OSError, with EPERM for a pipe or another user's file."""
+    this user; if this user is root, it may also belong to the directory's owner. Never waits for
+    another process. Raises OSError, with EPERM for a pipe or another user's file."""
     fd = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     try:
         status = os.fstat(fd)

@@ -20,14 +20,14 @@ Flags: 4, the header has block CRCs (not written yet); 8, a single copy: no othe
 (`groups.RankGroup`) has the chunk.
 
 Key and generation are equal on all ranks of an engine. The place (region, rank, slot) proves that
-the bytes belong here: after a misdirected read or write, or in a misplaced file, it differs. The
-share tag identifies the weights that computed the chunk. The client is a number for the salt in the
-chunk's key (`client_of`), or 0 if unknown, as in chunks of earlier releases; no reader relies on
-it. A group's chunks have one length, which the superblock also states. The header's CRC covers the
-whole page, so any damaged bit is detected. Bytes after the payload are not written and have no CRC;
-an empty payload has the CRC of no bytes. The native engine shares the format. A change needs a line
-in the changelog and, unless earlier releases read the result correctly, a new `FORMAT_VERSION`,
-which is a fact of every keyspace.
+the bytes belong here: after a misdirected read or write, or in a misplaced file, the place differs.
+The share tag identifies the weights that computed the chunk. The client is a number that stands for
+the salt in the chunk's key (`client_of`), or 0 if unknown, as in chunks of earlier releases; no
+reader relies on it. All chunks of a group have the same length, which the superblock also states.
+The header's CRC covers the whole page, so any damaged bit is detected. Bytes after the payload are
+not written and have no CRC; an empty payload has the CRC of no bytes. The native engine shares the
+format. A change needs a line in the changelog and, unless earlier releases read the result
+correctly, a new `FORMAT_VERSION`, which is a fact of every keyspace.
 
 The table has one 64-byte entry per slot, little endian; an entry that was never written is zero::
 
@@ -64,10 +64,10 @@ replaced atomically (temporary file, fsync, rename, fsync of the directory). A d
 superblock is missing or damaged counts as empty.
 
 The file `sessions` (`protocol.SavedSessions`), on the first target of rank 0, states which chunks
-are retained, as at its last replacement: 8s magic, u32 number of sessions, u32 number of chunks;
+are retained, as of its last replacement: 8s magic, u32 number of sessions, u32 number of chunks;
 per session u64 id, u32 client, u32 end (seconds since 1970), u32 chunks, u8 priority; then the
-chunks' u64 generations in that order, and the u32 CRC-32 of all. A generation that no adopted
-chunk has is ignored, and so is a file that is not intact.
+chunks' u64 generations in that order, and the u32 CRC-32 of everything before it. A generation that
+no adopted chunk has is ignored, and so is a file that is not intact.
 
 The directory's name is the digest of a keyspace: the facts under which KV bytes are
 interchangeable. Two servers share a pool directory only if all facts are equal. Facts describe the
@@ -125,8 +125,8 @@ assert HEADER_BYTES == PAGE_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Stamp:
-    """The epoch and tag of a write, fixed at its submission. A write that a reset overtakes must
-    not get the new epoch, not even in its table entry. Chunks with another `epoch` than the newest
+    """The epoch and tag of a write, fixed when it is submitted. A write that a reset overtakes must
+    not get the new epoch, not even in its table entry. Chunks whose `epoch` is not the newest
     superblock's are ignored. `tag` is the share tag, 16 bytes; a read accepts no other."""
 
     epoch: int
@@ -148,8 +148,8 @@ def region_uuid(pool_uuid: bytes, target: int) -> bytes:
 
 
 def share_tag(keyspace: str, weights_version: bytes = b"") -> bytes:
-    """Return the tag of the weights that compute a keyspace's chunks. `keyspace` is its digest,
-    which covers the weights at the start. `weights_version` identifies later weights, if any."""
+    """Return the tag of the weights that compute a keyspace's chunks. `keyspace` is the keyspace's
+    digest, which covers the initial weights. `weights_version` identifies later weights, if any."""
     return hashlib.sha256(keyspace.encode("ascii") + b"\0" + weights_version).digest()[:TAG_BYTES]
 
 
@@ -177,7 +177,7 @@ class SlotHeader:
 
 
 def is_intact_page(page: memoryview, magic: bytes) -> bool:
-    """Return whether 4 KiB begin with `magic` and end with their CRC."""
+    """Return whether `page` holds 4 KiB that begin with `magic` and end with their CRC."""
     if len(page) < PAGE_BYTES or page[: len(magic)] != magic:
         return False
     return bool(crc32c(page[:_PAGE_CRC_AT]) == _CRC.unpack_from(page, _PAGE_CRC_AT)[0])
@@ -207,9 +207,9 @@ def verify(
     slot: memoryview, identity: SlotIdentity, payload_bytes: int, place: SlotPlace, tag: bytes
 ) -> Outcome:
     """Check that `slot` (uint8, header page + payload) holds `identity` at `place`. Return OK if
-    the payload holds the bytes that were sealed, STALE if the header is intact but has another key,
-    generation, length, place or tag, and CHECKSUM_MISMATCH if header or payload is damaged,
-    truncated or was never written."""
+    the payload holds the bytes that were sealed, STALE if the header is intact but has a different
+    key, generation, length, place or tag, and CHECKSUM_MISMATCH if the header or the payload is
+    damaged, truncated or was never written."""
     what = identity.key, identity.generation, payload_bytes
     return outcome_of(core.verify(np.frombuffer(slot, np.uint8), *what, *place, tag), 0)
 
@@ -416,8 +416,8 @@ class Superblock:
 
     @staticmethod
     def decode(page: bytes) -> Superblock:
-        """Parse a page of format 2. Raises UnknownFormatError for another format, PoolFormatError
-        if the page is not a superblock or is damaged."""
+        """Parse a page of format 2. Raises UnknownFormatError for a different format, and
+        PoolFormatError if the page is not a superblock or is damaged."""
         if len(page) != PAGE_BYTES or not page.startswith(SUPERBLOCK_MAGIC):
             raise PoolFormatError("not a superblock of this program")
         if not is_intact_page(memoryview(page), SUPERBLOCK_MAGIC):
@@ -455,7 +455,7 @@ def newest_of(superblocks: Sequence[Superblock]) -> Superblock | None:
 
 
 def read_superblock(directory: Path) -> Superblock | None:
-    """Read the directory's superblock; None if there is none. Raises as `Superblock.decode`."""
+    """Return the directory's superblock, or None. Raises as `Superblock.decode`."""
     page = read_superblock_page(directory)
     return None if page is None else Superblock.decode(page)
 
@@ -537,7 +537,7 @@ class Keyspace:
 
     @staticmethod
     def of(facts: Mapping[str, object]) -> Keyspace:
-        """Freeze `facts` with the pool's format. Raises TypeError or ValueError if not JSON."""
+        """Freeze `facts` with the pool's format. Raises TypeError or ValueError for non-JSON."""
         return Keyspace.exactly({"format": FORMAT_VERSION, **facts})
 
     @staticmethod

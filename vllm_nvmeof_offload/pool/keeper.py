@@ -34,12 +34,12 @@ from vllm_nvmeof_offload.pool.lease import (
 
 
 class Keeper:
-    """The keeper of one lease and its permit. For one thread; every call may wait for the disk.
+    """The keeper of one lease and its permit. Not thread-safe; every call may wait for the disk.
 
-    A permit is open for a third of the takeover time from the start of a renewal that found our
-    name. A page that stays unchanged for the whole takeover time may be claimed. A keeper that has
-    not renewed for that long is *late*: it opens no permit, and yields to any other owner. If it
-    finds its own name, either no other owner has claimed the page, or its own slow write has
+    A permit is open for a third of the takeover time, from the start of a renewal that found its
+    owner's name. A page that stays unchanged for the whole takeover time may be claimed. A keeper
+    that has not renewed for that long is *late*: it opens no permit, and yields to any other owner.
+    If it finds its own name, either no other owner has claimed the page, or its own slow write has
     replaced a claim. So it claims again, in two steps of half a takeover time each (`_wait_ns`):
 
     1. It only reads. Another live owner would restore its own page, because a claim never writes a
@@ -49,7 +49,8 @@ class Keeper:
 
     The second wait follows each write that ends at least half a takeover time after the last
     renewal began, because that write may have replaced a claim. So two permits are never open at
-    once, unless a claimant stalls between its read and its write for longer than claims settle.
+    once, unless a claimant stalls between its read and its write for longer than a claim takes to
+    settle.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Keeper:
         self._page: LeasePage | None = None  # the newest page with our name, read or written
         #: The start of the last renewal that found our name and ended before it was late.
         self._renewed_ns = permit.until_ns - self._permit_ns
-        self._watched_ns = 0  # when this late keeper first found our name, with no other since
+        self._watched_ns = 0  # when this late keeper first found our name, and no other since
         self._opens_ns = 0  # renewals that started before this time open no permit
 
     def renew(self, io: PageIo, epoch: int) -> None:
@@ -114,7 +115,7 @@ class Keeper:
 
 @dataclass(slots=True, eq=False)
 class Region:
-    """A claimed region. `lock` is None while its target is lost; the pool replaces it."""
+    """A claimed region. `lock` is None while the target is lost, until the pool sets a new one."""
 
     lock: DirectoryLock | None
     lease: Lease
@@ -128,7 +129,8 @@ class Region:
             self.lock.release()
 
     def order(self) -> Order | None:
-        """Return the order to renew; None without a group if the target is lost. Thread-safe."""
+        """Return the order to renew the lease, or None if the target is lost and there is no group.
+        Thread-safe."""
         lease, lock = self.lease, self.lock
         if lock is None and not lease.leasing.in_group:
             return None
@@ -155,8 +157,8 @@ class Order:
 
 
 def keep(regions: Sequence[Region], permits: Permits) -> Companion:
-    """Renew the leases of these regions until stopped. `permits` are the regions'. Without a group,
-    the first renewal follows after one interval: a short hold needs no process."""
+    """Renew the leases of these regions until stopped. `permits` holds their permits. Without a
+    group, the first renewal comes after one interval, so that a short hold starts no process."""
     leasings = [region.lease.leasing for region in regions]
     period_s = min(leasing.beat_s for leasing in leasings)
     is_urgent = any(leasing.in_group for leasing in leasings)  # permits expire soon

@@ -2,8 +2,8 @@
 """The lock and the lease of a region: they decide which process may write there.
 
 The lock is an flock on the empty file `lock` of a rank directory. It keeps out other processes of
-this kernel, and ends with its process, even after SIGKILL. Other hosts may not see the flock, so
-the directory also has a lease, a page that names its owner.
+this kernel, and ends with the process that holds it, even after SIGKILL. Other hosts may not see
+the flock, so the directory also has a lease, a page that names its owner.
 
 The page, 4 KiB, little endian, in the file `lease` of a rank directory::
 
@@ -20,18 +20,19 @@ and every 3.3 s if a *group* of servers on several hosts does.
 
 A claim locks the directory (`DirectoryLock`) and checks the page (`takeover`). A region can be
 taken if no process has claimed it, if its last owner released it, or if the page has not changed
-for `takeover_s` on the claimant's own clock. Without a group, it can also be taken if its owner was
+for `takeover_s` by the claimant's own clock. Without a group, it can also be taken if its owner was
 a process of this kernel, because the owner's flock has ended with it. In a group, an unchanged page
-counts even if the flock is refused: a suspended server keeps its flock, and an NFS server keeps
-those of a lost host. The claimant writes its own name and the next generation. In a group, it waits
-until this write has completed and `settle_s` has passed, and then reads the page again: the last of
-several claimants finds its own name, and the others look for another region.
+counts even if the flock is refused: a suspended server keeps its flock, and an NFS server keeps the
+flocks of a lost host. The claimant writes its own name and the next generation. In a group, it
+waits until this write has completed and `settle_s` has passed, and then reads the page again: the
+last of several claimants finds its own name, and the others look for another region.
 
 The keeper reads the page before it renews it. If the page names another owner, the process has lost
 the lease for good and writes nothing more. In a group, each renewal also advances the write permit,
 a word of shared memory that every writer to the region checks: the time at which the renewal began,
 plus a third of `takeover_s`. So a server whose renewals do not complete stops writing long before
-its region can be taken, and continues after they complete, if the region was not taken (`Keeper`).
+its region can be taken. The server continues when renewals complete again, unless the region was
+taken (`Keeper`).
 
 A lease is not a fence: writes queued in the kernel may complete after a takeover (docs/sharing.md).
 """
@@ -69,7 +70,7 @@ _SIGKILL_BIT = 1 << 8
 
 
 class FileId(NamedTuple):
-    """The identity of a file, because its path may lead to another file later."""
+    """The identity of a file, whose path may later lead to a different file."""
 
     device: int
     inode: int
@@ -96,8 +97,8 @@ class DirectoryLock:
     @classmethod
     def claim(cls, directory: Path, *, despite_flock: bool = False) -> DirectoryLock | None:
         """Lock the directory, and create its lock and lease files. Return None if another process
-        holds the lock. `despite_flock` ignores its flock, because the lease has shown that it no
-        longer owns the region. Raises OSError if a file cannot be opened."""
+        holds the lock. `despite_flock` ignores that process's flock, because the lease has shown
+        that the process no longer owns the region. Raises OSError if a file cannot be opened."""
         path = directory / LOCK_FILE
         fd = open_private(path, os.O_RDWR | os.O_CREAT)
         try:
@@ -149,8 +150,8 @@ def is_locked(directory: Path) -> bool:
 
 
 def is_ending(pid: int, proc: Path = Path("/proc")) -> bool:
-    """Return whether process `pid` exists but was killed, or has lost its first thread. In a
-    container, `pid` can be another process's number, which makes a claim wait once
+    """Return whether process `pid` exists but was killed, or its first thread has ended. In a
+    container, `pid` can be the number of a different process; a claim then waits once
     unnecessarily."""
     try:
         # The name of a process may contain any bytes.
@@ -181,7 +182,7 @@ _BEATS_PER_TAKEOVER = 6  # renewals within `TAKEOVER_S` without a group
 
 
 def boot_ns() -> int:
-    """Return the time on the clock of permits, which includes sleep; the core reads it too."""
+    """Return the time by the clock of permits, which includes suspend; the core reads it too."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
@@ -439,9 +440,10 @@ class Permits:
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """A claim to a region, which becomes its lease when `is_ours` is true. `page` is the page that
-    the claim wrote; `has_epoch` sets its epoch. `previous` is the page that the claim found, which
-    names the last owner, or None. `path` is the page's path, and `number` is that of its permit."""
+    """A claim to a region. It becomes the region's lease when `is_ours` is true. `page` is the page
+    that the claim wrote; `has_epoch` sets its epoch. `previous` is the page that the claim found,
+    which names the last owner, or None. `path` is the page's path, and `number` is that of its
+    permit."""
 
     io: PageIo
     leasing: Leasing
@@ -525,9 +527,9 @@ class Lease:
         return previous is not None and previous.name != self.page.name
 
     def release(self, file: FileId | None = None) -> None:
-        """Clear the owner in the page, so that the next owner need not wait. Call after all writes.
-        `file` is as in `PageFile`. An error is only logged: the next start takes the region over.
-        """
+        """Clear the owner in the page, so that the next owner need not wait. Call this after all
+        writes have ended. `file` is as in `PageFile`. An error is only logged: the next start takes
+        the region over."""
         self.permit.lose()
         io = self.io if file is None else PageFile(self.path, file)
         try:

@@ -2,8 +2,8 @@
 """The log of a region: the newest changes to its table, for followers.
 
 The file `log` is a ring of 4 KiB pages. Page s, counted from the region's creation, is at position
-`s % pages` and replaces the page of the previous lap. Its number is never reused. The current page
-is rewritten as it fills up. A page's header, little endian::
+`s % pages` and replaces the page of the previous lap. A page's number is never reused. The current
+page is rewritten as it fills up. A page's header, little endian::
 
     0   u32 magic                   24  u32 epoch of the last record
     4   u32 records, at most 63     28  u32 CRC-32C of bytes 0..27
@@ -20,12 +20,12 @@ is rewritten as it fills up. A page's header, little endian::
 
 PUT (1): the table entry of `slot` was written, and the slot's former entry is gone. A key longer
 than 40 bytes is omitted, and the reader must scan the table. RESET (3): the superblock that names
-`epoch` was written. 2 and 4 are reserved.
+`epoch` was written. Kinds 2 and 4 are reserved.
 
 The engine writes the log (native/lanes/log.h). A record is a hint, written after the table entry.
 Nothing waits for it, and a lost record costs a hit. A writer that may have lost records continues
 one lap later, at the same position. A reader that waits there finds a newer page than expected, and
-rereads the whole table. Every server skips a lap at its start, because the last page may be torn.
+rereads the whole table. Every server skips a lap when it starts, because the last page may be torn.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ from vllm_nvmeof_offload.units import PAGE_BYTES
 LOG_MAGIC = 0x474C564E
 RECORDS_PER_PAGE = 63
 LOG_PAGES_MAX = 1024  # a follower may lag by ten seconds at 6,000 writes per second
-#: The largest share of a target's pool for its log. A log shorter than `LOG_PAGES_MIN` is omitted,
-#: because the table of such a small pool can be read as quickly.
+#: The largest share of a target's pool that its log may take. A log shorter than `LOG_PAGES_MIN` is
+#: omitted, because the table of such a small pool can be read as quickly.
 LOG_PART, LOG_PAGES_MIN = 1 / 64, 16
 
 _HEAD = struct.Struct("<IIQQI")
@@ -78,7 +78,7 @@ class LogHead(NamedTuple):
 
 
 def _pages(fd: int, pages: int) -> Iterator[tuple[int, bytes]]:
-    """Yield each page of a log with its position; fewer if the file is shorter."""
+    """Yield each page of a log with its position, as far as the file goes."""
     with mmap.mmap(-1, _PAGES_AT_ONCE * PAGE_BYTES) as raw:  # aligned for O_DIRECT
         for first in range(0, pages, _PAGES_AT_ONCE):
             size = min(_PAGES_AT_ONCE, pages - first) * PAGE_BYTES
@@ -120,7 +120,7 @@ def _is_intact(raw: bytes, sequence: int, index: int) -> bool:
 
 
 def next_sequence(fd: int, pages: int) -> int:
-    """Return the page at which a starting server continues: one lap after the current page."""
+    """Return the number of a starting server's first page: one lap after the current page."""
     newest = newest_head(fd, pages)
     if newest is None:
         return pages
@@ -128,7 +128,7 @@ def next_sequence(fd: int, pages: int) -> int:
 
 
 def log_pages_of(pool_bytes: int) -> int:
-    """Return the pages of the log for a pool of this size on a target."""
+    """Return how many pages the log has if the pool has this size on one target."""
     pages = min(int(pool_bytes * LOG_PART) // PAGE_BYTES, LOG_PAGES_MAX)
     return pages if pages >= LOG_PAGES_MIN else 0
 
@@ -139,7 +139,7 @@ def with_log(slots_bytes: int) -> int:
 
 
 class LogFile(NamedTuple):
-    """A log to write, from page `next` on. `pages` is 0 without a log; `fd` is -1 if it is lost."""
+    """A log to write from page `next` on. `pages` is 0 without one; `fd` is -1 on a lost target."""
 
     fd: int
     pages: int

@@ -4,7 +4,7 @@
 `engine-K` is an *instance*, which the ranks of one vLLM engine share. Each rank claims its own
 directory in its own process. Without coordination, two servers that start together could each get
 some rank directories of two instances, and adopt nothing. So ranks claim one at a time, and their
-leases name their engine. A rank tries the next instance if this one has a live rank of another
+leases name their engine. A rank tries the next instance if an instance has a live rank of another
 engine. The name of a dead engine is ignored.
 
 An flock ends with the last thread of its process, and a thread that waits in the kernel for a slow
@@ -60,7 +60,7 @@ from vllm_nvmeof_offload.pool.survey import FACTS_FILE, disk_bytes, find
 from vllm_nvmeof_offload.pool.takeover import POLL_S, Takeover, UnsettledError
 from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
-INSTANCES_MAX = 64  # the most instances of one keyspace on one set of targets
+INSTANCES_MAX = 64  # the maximum number of instances of one keyspace on one set of targets
 LOCAL = Leasing(in_group=False)  # the leasing for a file system that only this host writes
 CLAIM_WAIT_S_MAX = 30.0  # for another claim, whose device may never answer
 
@@ -73,13 +73,13 @@ class PoolSpec:
     all targets. `payload_bytes` is the length of the longest group's payload. `groups` are the
     groups with stored chunks; if empty, one group with id 0. `engine_index` is the instance; None
     selects the first free one of r, r + n, r + 2n, … for replica r of n. The ranks of the engine
-    that `engine` names share an instance; if it is empty, any ranks do. If `o_direct` is "on", an
-    error is raised where "auto" falls back to buffered I/O. If `adopt` is False, stored chunks are
-    ignored. If `named` is False, they are ignored too, and no superblock names the epoch of new
-    ones, so that no later start adopts them. In a group (`leasing`), servers on other hosts use the
-    same file system: a region is written under permits, its log bypasses the page cache if the slab
-    does, and its table is synced every second. `log_pages` is the length of the log on each target;
-    None derives it from the pool's size.
+    that `engine` names share an instance; if `engine` is empty, any ranks do. If `o_direct` is
+    "on", an error is raised where "auto" falls back to buffered I/O. If `adopt` is False, stored
+    chunks are ignored. If `named` is False, they are ignored too, and no superblock names the epoch
+    of new chunks, so that no later start adopts these. In a group (`leasing`), servers on other
+    hosts use the same file system: a region is written under permits, its log bypasses the page
+    cache if the slab does, and its table is synced every second. `log_pages` is the length of the
+    log on each target; None derives it from the pool's size.
     """
 
     targets: tuple[Path, ...]
@@ -119,7 +119,7 @@ class PoolSpec:
 
     @property
     def slots_per_target(self) -> int:
-        """The slots per target for which `pool_bytes` has space, with table entries and a log."""
+        """The slots per target that fit into `pool_bytes`, with their table entries and a log."""
         left = self.pool_bytes // len(self.targets) - self.log_pages_per_target * PAGE_BYTES
         return left // (self.slot_bytes + ENTRY_BYTES)
 
@@ -201,7 +201,7 @@ class Claim:
             time.sleep(POLL_S)
 
     def release(self, keep_descriptors: bool = False) -> None:
-        """Release the regions. With `keep_descriptors`, flocks stay, because a thread hangs."""
+        """Release the regions. `keep_descriptors` keeps the flocks, for a thread that hangs."""
         self._keeper.stop()
         self._permits.close()
         if keep_descriptors:
@@ -265,9 +265,9 @@ def _foreign_error(path: Path, page: LeasePage) -> PoolLockedError:
     """Return the error for a live owner on another host that is not in our group."""
     return PoolLockedError(
         f"{path} is held by {page}. Two hosts that mount one xfs or ext4 file system corrupt it: "
-        f"unmount it there, or give each host its own target. If that host is gone for good, start "
-        f"again: a start that sees no renewal for {TAKEOVER_S:.0f} s takes the directory over; or "
-        f"delete {path}"
+        f"unmount it there, or give each host its own target. If that host is gone for good, "
+        f"delete {path}, or start again: a start that sees no renewal for {TAKEOVER_S:.0f} s takes "
+        f"the directory over"
     )
 
 
@@ -357,7 +357,8 @@ def _claim_all(
     engine: str = "",
 ) -> list[Region] | Path:
     """Claim all of these regions. If one has a live owner, claim none, and return the file that
-    names the owner. `permits` is by directory. `engine` is the engine's name in the leases."""
+    names the owner. `permits` has one per directory. `engine` is the engine's name in the
+    leases."""
     locks: list[DirectoryLock] = []
     regions: list[Region] = []
     with contextlib.ExitStack() as undo:
@@ -379,7 +380,7 @@ def _claim_all(
 def _lock(directory: Path, leasing: Leasing, takeover: Takeover) -> DirectoryLock | Path:
     """Lock a region whose owner is dead or gone (see `lease`), or return the file that names a live
     owner. Raises PoolLockedError for a live owner on another host outside our group, UnsettledError
-    if the owner's state is not known yet, OSError if a file cannot be opened."""
+    if the owner's state is not known yet, and OSError if a file cannot be opened."""
     io, lock = lease_of(directory), DirectoryLock.claim(directory)
     with contextlib.ExitStack() as undo:
         undo.callback(lock.release if lock is not None else lambda: None)
@@ -424,7 +425,7 @@ def one_at_a_time(spaces: Sequence[Path]) -> Iterator[None]:
 
 def _held_by_another(instance: Path, spec: PoolSpec, takeover: Takeover) -> bool:
     """Return whether live ranks of an engine other than `spec`'s hold regions in `instance`. Raises
-    PoolLockedError if they are on another host, UnsettledError if that is not known yet."""
+    PoolLockedError if they are on another host, and UnsettledError if that is not known yet."""
     for sibling in _ranks(instance):
         if sibling.name == f"rank-{spec.rank}":
             continue
@@ -440,8 +441,8 @@ def _held_by_another(instance: Path, spec: PoolSpec, takeover: Takeover) -> bool
 
 
 def _ending_holder(instances: Sequence[Path]) -> Path | None:
-    """Return a rank directory in `instances` whose holder is exiting, or None. Each instance must
-    be held: in others, the pid that a dead owner left proves nothing."""
+    """Return a rank directory in `instances` whose holder is exiting, or None. Pass only instances
+    that are held: elsewhere, the pid that a dead owner left proves nothing."""
     for rank in (rank for instance in instances for rank in _ranks(instance)):
         page = read_lease(lease_of(rank))
         if page is not None and not page.is_free and page.boot == boot_id() and is_ending(page.pid):
@@ -496,9 +497,8 @@ def give_to_owner(path: Path) -> None:
 
 def usable_bytes(targets: Sequence[Path], server: str = "") -> int:
     """Return the bytes of this user's pools on `targets` that this server may use again. Pools of
-    live engines are left out, except those of `server`, the part of an engine's name before the
-    slash. A directory last held by another host counts as live, because that host may be running.
-    """
+    live engines are left out, except those whose engine's name has `server` before the slash. A
+    directory last held by another host counts as live, because that host may be running."""
     takeover, total = Takeover(), 0
     for one in find(filter(Path.is_dir, targets), ours=True):
         state = takeover.look(one.path)

@@ -52,7 +52,7 @@ class Background:
     """A fixed number of threads for calls that may block forever, such as on a lost target's files.
     Calls of one lane run in order, one at a time, so a hung lane occupies only one thread. A call
     waits until a thread is free; the caller bounds the number of waiting calls. All threads start
-    with the object, so a limit on threads can fail a start, but not a running server."""
+    with the object, so a limit on threads can make a start fail, but not a running server."""
 
     def __init__(self, name: str, threads: int) -> None:
         """Start the threads. Raises RuntimeError if the system allows no more."""
@@ -178,8 +178,8 @@ class _FileWriter:
 
 class Pool:
     """An open pool. All calls except descriptor look-ups may block: do not make them in an engine's
-    poll. `files`, `slot_place` and `stamp` are safe on any thread. All else is for one thread at a
-    time: first the one that opened the pool, then the pipeline's."""
+    poll. `files`, `slot_place` and `stamp` are safe on any thread. Use everything else on one
+    thread at a time: first on the one that opened the pool, then on the pipeline's."""
 
     def __init__(
         self, spec: PoolSpec, claim: Claim, slabs: list[Slab], on_progress: Progress | None
@@ -296,9 +296,9 @@ class Pool:
         return self.stamp, self._unnamed
 
     def write_superblock(self, target: int, on_end: OnEnd) -> None:
-        """Durably replace the target's superblock with the newest one. Once one target has it, a
-        start ignores everything stored before. `on_end` gets ENODEV if the target is lost, and
-        CANCELLED if a newer superblock replaced this one while it waited for a hung write."""
+        """Durably replace the target's superblock with the newest one. As soon as one target has
+        it, a start ignores everything stored before. `on_end` gets ENODEV if the target is lost,
+        and CANCELLED if a newer superblock replaced this one while it waited for a hung write."""
         if self._slabs[target].is_open:
             superblock = self.superblocks[target]
             self._writers[target].write(lambda at: write_superblock(at, superblock), on_end)
@@ -388,10 +388,10 @@ class Pool:
         return close
 
     def close(self, abandon: bool = False) -> None:
-        """Close the files and release the claim. `abandon` is for an engine's thread that hangs in
-        the kernel: every descriptor then stays open until the process exits, so that its number is
-        not reused. A hung superblock write has the same effect: no other owner may take over before
-        it ends."""
+        """Close the files and release the claim. Set `abandon` if an engine's thread hangs in the
+        kernel: every descriptor then stays open until the process exits, so that its number is not
+        reused. A hung superblock write has the same effect: no other owner may take over before it
+        ends."""
         if self._closed:
             return
         abandon = abandon or self._is_writing()

@@ -150,9 +150,9 @@ def _members(
     flags: npt.NDArray[np.uint8],
     superblock: Superblock,
 ) -> npt.NDArray[np.int64] | None:
-    """Return int64[n], the member in each row's place: for a single copy, this rank, or -1 if each
-    rank now has its own copies of the group; otherwise `EVERY_MEMBER`. Return None if no row has a
-    member. `keys` is uint8[rows, length], `flags` is uint8[rows]."""
+    """Return int64[n], the member in each row's place: for a single copy, this rank's number in its
+    set, or -1 if each rank now has its own copies of the group; otherwise `EVERY_MEMBER`. Return
+    None if no row has a member. `keys` is uint8[rows, length], `flags` is uint8[rows]."""
     single = np.flatnonzero(flags[rows] & FLAG_SINGLE_COPY)
     if not single.size:
         return None
@@ -261,7 +261,7 @@ def written_slots(
 
 
 def new_epoch(used: Container[int]) -> int:
-    """Return a random epoch that is not in `used`. No start knows all epochs ever used."""
+    """Return a random epoch that is not in `used`: no start knows all epochs ever used."""
     while True:
         epoch = 1 + secrets.randbelow(EPOCH_MAX)
         if epoch not in used:
@@ -273,10 +273,10 @@ def prepare(
 ) -> tuple[list[Superblock], list[int], Stamp]:
     """Wipe directories of other pools, reserve space, and write the superblocks.
 
-    Return, by target, the superblock as on disk, and the number of slots that may hold an earlier
-    process's chunks; then the stamp of later writes. Raises PoolError if there is no space for one
-    slot, a pool has an unknown format, or a lease was lost, and OSError if a file cannot be read,
-    written or resized.
+    Return, by target, the superblock that is on disk, and the number of slots that may hold an
+    earlier process's chunks; then the stamp of later writes. Raises PoolError if there is no space
+    for one slot, a pool has an unknown format, or a lease was lost, and OSError if a file cannot be
+    read, written or resized.
     """
     claim.await_permits()
     kept = _keep_or_wipe(spec, slabs)
@@ -338,9 +338,9 @@ def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | No
     """Wipe every directory with a superblock of another pool, and return the others' superblocks.
 
     The number of slots may differ if the pool was resized: slots within both sizes stay in place.
-    Set sizes may differ if ranks shared copies only then or only now, and the log's length may
-    differ. Any other difference makes it another pool. Raises PoolError, and wipes nothing, if a
-    pool has an unknown format.
+    Set sizes may differ if ranks shared copies only in the earlier run or only in this one, and the
+    log's length may differ. Any other difference makes it a different pool. Raises PoolError, and
+    wipes nothing, if a pool has an unknown format.
     """
     pages: list[Superblock | None] = []
     for slab in slabs:

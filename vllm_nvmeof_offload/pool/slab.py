@@ -85,8 +85,8 @@ class Slab:
             os.ftruncate(fd, 0)
 
     def allocate_log(self, pages: int) -> int:
-        """Reserve space for a log. Return its pages, or 0 if there is no space. A log of another
-        size is emptied, because readers would not find its pages."""
+        """Reserve space for a log. Return its pages, or 0 if there is no space. A log of a
+        different size is emptied, because readers would not find its pages."""
         size = pages * PAGE_BYTES
         if os.fstat(self.log_fd).st_size != size:
             os.ftruncate(self.log_fd, 0)
@@ -129,7 +129,7 @@ class Slab:
         return 0
 
     def _fitting(self, slot_bytes: int, kept: int) -> int:
-        """Return the number of slots, with existing ones, that fit if `kept` bytes stay free."""
+        """Return how many slots, including existing ones, fit if `kept` bytes stay free."""
         held = os.fstat(self.buffered_fd).st_blocks * 512
         return max(0, held + self._free_bytes() - kept) // (slot_bytes + ENTRY_BYTES)
 
@@ -164,7 +164,7 @@ class Slab:
         self.fd, self.direct = fd, True
 
     def use_direct_log(self) -> None:
-        """Open the log for O_DIRECT, as the slab is. Raises OSError if that fails."""
+        """Open the log for O_DIRECT, like the slab. Raises OSError if that fails."""
         fd = open_private(self.place / LOG_FILE, os.O_RDWR | os.O_DIRECT)
         os.close(self.log_fd)
         self.log_fd = fd
@@ -179,7 +179,7 @@ class Slab:
 
 def reserve(fd: int, size: int) -> None:
     """Allocate the file's first `size` bytes, keeping their content. Calls fallocate(2) itself: on
-    a file system without it, glibc's posix_fallocate would write zeros for minutes. Such a file
+    a file system without it, glibc's posix_fallocate would write zeros for minutes. There, the file
     becomes sparse instead, and a later write can fail with ENOSPC."""
     while _libc.fallocate(fd, 0, 0, size) != 0:
         number = ctypes.get_errno()
@@ -193,7 +193,7 @@ def reserve(fd: int, size: int) -> None:
 
 def probe_o_direct(directory: Path) -> None:
     """Write and read one aligned page with O_DIRECT in `directory`. Raises OSError if that fails
-    (mostly EINVAL), PoolError if other bytes are read."""
+    (mostly EINVAL), and PoolError if different bytes are read back."""
     path = directory / "probe"
     written = os.urandom(PAGE_BYTES)
     with mmap.mmap(-1, PAGE_BYTES) as page:

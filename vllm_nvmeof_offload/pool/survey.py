@@ -33,7 +33,7 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 FACTS_FILE = "keyspace.json"
 #: A keyspace that no server has used for two weeks is reported. A canary of an old release ends
-#: earlier, and a model that is served only once a month is easily recomputed.
+#: earlier, and the chunks of a model that is served only once a month are easily recomputed.
 UNUSED_S = 14 * 86400.0
 _KEYSPACE = re.compile(rf"[0-9a-f]{{{DIGEST_HEX_DIGITS}}}")
 _ENGINE = re.compile(r"engine-(0|[1-9][0-9]{0,8})")
@@ -71,7 +71,8 @@ class Surveyed:
     other epochs are ignored. `tag` is the share tag of that epoch, empty if unknown. `adopts` is
     False if a start with the keyspace's own weights would adopt nothing. `disk_bytes` is the
     allocated space. `last_use_s` is Unix time; a running server renews it every few seconds.
-    `readers` are local processes that have the slab open to read it; only root sees other users'.
+    `readers` are local processes that have the slab open to read it; only root sees other users'
+    processes.
     """
 
     directory: RankDirectory
@@ -92,7 +93,8 @@ class Surveyed:
 
 def find(targets: Iterable[Path], ours: bool = False) -> list[RankDirectory]:
     """Return every rank directory on `targets`, sorted by name, without following links. `ours`
-    omits other users'. Raises PoolError if a target is not a directory or cannot be listed."""
+    omits other users' directories. Raises PoolError if a target is not a directory or cannot be
+    listed."""
     uid = os.geteuid() if ours else None
     found: list[RankDirectory] = []
     for target in targets:
@@ -195,7 +197,7 @@ def _readers(proc: Path = Path("/proc")) -> dict[tuple[int, int] | None, tuple[i
 
 
 def _slab_read_by(process: Path, fd: Path) -> tuple[int, int] | None:
-    """Return device and inode of the slab that the descriptor reads, or None for other files."""
+    """Return the device and inode of the slab that the descriptor reads, or None."""
     try:
         if os.path.basename(os.readlink(fd)) != SLAB_FILE:
             return None
@@ -296,7 +298,7 @@ def disk_bytes(path: Path, counts: Callable[[str], bool] = lambda _: True) -> in
 
 
 def read_facts(space: Path) -> dict[str, Any] | None:
-    """Read the facts in a keyspace's directory; None if they are lost or have another digest."""
+    """Return a keyspace directory's facts, or None if they are lost or their digest differs."""
     try:
         with open(open_private(space / FACTS_FILE, os.O_RDONLY), "rb") as file:
             facts = json.loads(file.read(_FACTS_BYTES_MAX))

@@ -36,10 +36,9 @@ class _Watched:
 
 @dataclass
 class Takeover:
-    """The observation of owners on other hosts, which shows whether they are dead. Two hosts'
-    clocks may differ, so a time in a page proves nothing. But a live owner keeps changing its page:
-    a page that has not changed for `takeover_s`, on this process's own clock, names a dead owner.
-    """
+    """A watcher of owners on other hosts, which determines whether they are dead. Two hosts' clocks
+    may differ, so a time in a page proves nothing. But a live owner keeps changing its page: a page
+    that has not changed for `takeover_s`, by this process's own clock, names a dead owner."""
 
     takeover_s: float = TAKEOVER_S
     clock: Callable[[], float] = time.monotonic
@@ -70,7 +69,8 @@ class Takeover:
         raise UnsettledError
 
     def settled(self, ask: Callable[[], _T]) -> _T:
-        """Call `ask` until it returns. This takes up to `takeover_s` for pages watched before."""
+        """Call `ask` until it raises no UnsettledError. This takes up to `takeover_s` if the pages
+        in question are watched already."""
         while True:
             try:
                 return ask()
@@ -88,7 +88,7 @@ class Takeover:
         unchanged_s = self.clock() - seen.since_s
         if not page.in_group and not seen.died_here:
             # Probing locks the directory for a moment, which can turn away a starting server. So it
-            # is not repeated once the owner is dead.
+            # is not repeated after the owner was found dead.
             if is_locked(directory):
                 return OwnerState("live", page, unchanged_s)
             seen.died_here = page.died_here
