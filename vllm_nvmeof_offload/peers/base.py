@@ -47,8 +47,8 @@ class SlotMemory(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Common:
     """The facts that two peers must have in common, in addition to the share tag. `secret` is the
-    share secret, or empty. `replica` is the index of one of a server's `replicas`; both may differ.
-    """
+    share secret, or empty. `replica` is the index of one of a server's `replicas`; the two peers
+    may differ in both."""
 
     keyspace: str
     rank: int
@@ -66,7 +66,7 @@ class Common:
 
 @dataclass(frozen=True, slots=True)
 class PeerRead:
-    """A chunk that the loading server wants from the slot at `place`. `address` is that of a
+    """A chunk that the loading server wants from the slot at `place`. `address` is the address of a
     staging slot on the loading server, and of a serve slot on the helper. `token` is the caller's
     number. Only the share tag `tag` is accepted. The attempt ends at `deadline_s`, by
     `time.monotonic`."""
@@ -126,7 +126,7 @@ class ServePort(Protocol):
         """Read these chunks after the helper's own loads. `poll` reports each end once."""
 
     def cancel(self, tokens: Sequence[int]) -> None:
-        """Cancel these reads. `poll` still reports that they ended."""
+        """Cancel these reads. `poll` still reports the end of each."""
 
     def poll(self) -> list[Served]:
         """Take the reads that ended since the last call."""

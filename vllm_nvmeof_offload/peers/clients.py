@@ -2,12 +2,13 @@
 """The loading server's side: one lane per peer, and one thread for all lanes.
 
 A read is ASKED, then PULLING if NIXL moves its bytes, and then ends. A read that is cancelled or
-past its deadline gets its outcome at once. If its peer still owes an answer, it is then DROPPED and
-costs a credit; if its pull has not ended, it is a ZOMBIE, and its buffer is released later.
+past its deadline gets its outcome at once. If its peer still owes an answer, the read is then
+DROPPED and costs a credit; if its pull has not ended, the read is a ZOMBIE, and its buffer is
+released later.
 
 Nothing waits for a peer. If a peer sends nothing for half a second, its reads end, and nothing more
 is requested from it until it sends something. A session ends if the peer errs, stays silent, holds
-a zombie for a second, or loses its connection, and the peer is soon greeted again. The machine
+a zombie for a second, or loses its connection; the peer is then soon greeted again. The machine
 gives no reads to a peer that is lost repeatedly (peer_judge.h).
 """
 
@@ -136,7 +137,7 @@ class _Session:
         self.socket.setsockopt(zmq.RECONNECT_IVL, -1)  # messages would be lost in between
         self.socket.setsockopt(zmq.IPV6, 1)
         lock(self.socket, common.secret, serves=False)
-        #: Readable once the connection has ended, or if no server listens there.
+        #: Readable after the connection has ended, or if no server listens at the address.
         self.monitor = self.socket.get_monitor_socket(_ENDED | NOT_PROVEN)
         self.socket.connect(address)
         self.channel = Channel()
@@ -208,8 +209,8 @@ class _Lane:
 
 
 class PeerClients(SessionThread):
-    """The reads through peers, until it is closed. `submit`, `cancel`, `poll` and `close` must be
-    called on one thread, and do not wait for peers."""
+    """The loading server's reads through peers, until `close`. `submit`, `cancel`, `poll` and
+    `close` must be called on one thread, and do not wait for peers."""
 
     def __init__(
         self,
@@ -244,7 +245,7 @@ class PeerClients(SessionThread):
         return one.state if one.tag == self._tag else NO_PEER._replace(lost=one.lost)
 
     def submit(self, lane: int, reads: Sequence[PeerRead]) -> None:
-        """Request reads from the lane's peer. Each ends within a beat after its deadline."""
+        """Request reads from the lane's peer. Each ends at most a beat after its deadline."""
         self._commands.append((lane, list(reads), []))
         self._waker.wake()
 
@@ -309,7 +310,7 @@ class PeerClients(SessionThread):
         except (_SessionLostError, TransportError, zmq.ZMQError, ImportError) as error:
             self.counts.other_secret += isinstance(error, _OtherSecretError)
             why = str(error)
-        # Outside the handlers, because an exception refers to the agent, which must be freed.
+        # Not in the handlers, because an exception refers to the agent, which must be freed.
         if why:
             self._lose(lane, why)
         self._show(lane)
@@ -478,7 +479,7 @@ class PeerClients(SessionThread):
         self._say(lane, f"reads for us, {welcome.credits} chunks at a time, sent {how}")
 
     def _connect(self, session: _Session, welcome: Welcome) -> str:
-        """Prepare pulls. Return the reason why they are impossible, or nothing."""
+        """Prepare pulls. Return the reason why pulls are impossible; empty if they are possible."""
         theirs = SlotMemory(welcome.address, self._common.slot_bytes, welcome.slots)
         try:
             session.transport = NixlTransport(self._memory)

@@ -82,12 +82,12 @@ SESSIONS_MAX = 64
 CONNECTIONS_MAX = 2 * SESSIONS_MAX
 _DONE_MORE_S = 1.0  # a slot stays lent, or a copy in flight, this long after the deadline
 _MOVING_S = 0.01  # without an event for this long, the thread sleeps even while slots are lent
-#: The most messages queued per connection and direction; to a peer, one more for each credit.
+#: Maximum messages queued per connection and direction; to a peer, one more per serve slot.
 _WAITING_MAX = 64
 #: A connection without an answer for this long is closed, and its queued messages are dropped.
 _PING_MS, _PONG_MS = 1000, 3000
 _HANDSHAKE_MS = 2000
-_SHUT_S = 2.0  # without descriptors, all connections end, and none is accepted this long
+_SHUT_S = 2.0  # if descriptors run out, all connections end, and none is accepted this long
 
 
 class _Stage(enum.Enum):
@@ -208,7 +208,7 @@ class _Door:
             self._opens_s = now_s + _SHUT_S
 
     def _cut(self, descriptor: int) -> None:
-        """Close a connection, unless its descriptor belongs to another file by now."""
+        """Close a connection, unless its descriptor now belongs to a different file."""
         ours = (int(self.address.rpartition(":")[2]),)
         with socket.fromfd(descriptor, socket.AF_INET, socket.SOCK_STREAM) as one:
             if one.getsockname()[1:2] == ours:
@@ -256,7 +256,7 @@ class PeerServer(SessionThread):
         return super().close(timeout_s) and self._transport is None
 
     def _run(self) -> None:
-        # First, because the library's thread, which a socket starts, inherits the CPU binding.
+        # Unbind first: the library's thread, which a socket starts, inherits the CPU binding.
         unbind_this_thread()
         try:
             self._socket = self._make_socket()

@@ -24,8 +24,8 @@ The helper answers each token of a `Read` once, with `Ready`, `Sent` or `Failed`
 
 With a share secret, ZMQ's CURVE encrypts and authenticates every byte of a message. Chunks that
 RDMA carries are not protected, except by their checksums. All servers derive the same two pairs of
-keys from the secret, one for helpers and one for loading servers. Each side accepts no message of a
-connection until the other end has proved that it has its key. CURVE draws new keys for each
+keys from the secret, one for helpers and one for loading servers. Neither side accepts a message on
+a connection until the other end has proved that it has its key. CURVE draws new keys for each
 connection, so nothing can be replayed.
 """
 
@@ -60,7 +60,7 @@ MESSAGE_BYTES_MAX = 1 << 18
 CURVE_BYTES = 64  # more than CURVE adds to a frame: ZMQ's limit applies to the encrypted frame
 READS_MAX = 64  # in one message
 TOKENS_MAX = 1024  # in one message, and as credits of a session
-_ERROR_MAX = 200  # the most characters quoted from a frame
+_ERROR_MAX = 200  # the maximum number of characters quoted from a frame
 
 _Sixteen = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Key = Annotated[bytes, Meta(min_length=1, max_length=46)]
@@ -91,7 +91,7 @@ class Reason(enum.IntEnum):
 
 class WantedRead(Struct, array_like=True, frozen=True):
     """A read of a region's slot, which must have this content. `within_ms` is how long the loading
-    server waits: a duration, because two hosts' clocks are not compared."""
+    server waits: a duration, because the clocks of two hosts may differ."""
 
     token: _U64
     region: _Sixteen
@@ -118,7 +118,8 @@ class FailedRead(Struct, array_like=True, frozen=True):
 
 
 class Message(Struct, kw_only=True, tag_field="type"):
-    """The base of all messages. `n` is the number in its direction, from 0, set when it is sent."""
+    """The base of all messages. `n` is the message's number in its direction, from 0, set when it
+    is sent."""
 
     n: _U64 = 0
 
@@ -148,7 +149,7 @@ class Welcome(Message, tag="welcome"):
 
 
 class Refused(Message, tag="refused"):
-    """The answer that refuses a session. `replica` is the number of the answering replica."""
+    """The answer that refuses a session, from replica `replica` of `replicas`."""
 
     text: _Text
     replica: _U32 = 0
@@ -156,7 +157,7 @@ class Refused(Message, tag="refused"):
 
 
 class Read(Message, tag="read"):
-    """Chunks to read. With `inline`, they are sent; otherwise they are pulled."""
+    """Chunks to read. With `inline`, the helper sends them; otherwise they are pulled."""
 
     inline: bool
     reads: Annotated[list[WantedRead], Meta(max_length=READS_MAX)]
@@ -164,8 +165,8 @@ class Read(Message, tag="read"):
 
 class Ready(Message, tag="ready"):
     """Serve slots to pull from. `queued_bytes` are the bytes that the helper's storage must read
-    before this session's next read, at `bytes_per_s`. `credits` is the new number; 0 if unchanged.
-    """
+    before this session's next read, at `bytes_per_s`. `credits` is the new number of credits, or 0
+    if it is unchanged."""
 
     lent: Annotated[list[Lent], Meta(max_length=TOKENS_MAX)]
     queued_bytes: _U64 = 0
@@ -276,8 +277,8 @@ _MOVING_TICK_S = 0.0001
 
 
 class BackOff:
-    """The time to greet a peer again: soon after a session or attempt of more than two seconds,
-    otherwise after twice the last wait, up to two seconds."""
+    """The time to greet a peer again: soon after a session or attempt that lasted more than two
+    seconds; otherwise after a wait of twice the last one, at most two seconds."""
 
     def __init__(self) -> None:
         self._until_s = 0.0
@@ -308,7 +309,7 @@ class Listening:
 
 
 class BusyRate:
-    """The rate of transfers over the time in which any is in progress."""
+    """The rate of transfers over the time during which at least one is in progress."""
 
     def __init__(self) -> None:
         self.bytes_per_s = self._moved_s = 0.0
@@ -356,7 +357,7 @@ class SessionThread:
         self._thread = threading.Thread(target=run, name=name, daemon=True)
 
     def set_tag(self, tag: bytes) -> None:
-        """End the sessions with another tag before anything more is requested or read."""
+        """End the sessions with a different tag before anything more is requested or read."""
         self._tag = tag
         self._waker.wake()
 
@@ -391,7 +392,7 @@ def take_in(socket: zmq.Socket[bytes], take: Callable[[list[bytes]], None]) -> b
     return False
 
 
-#: The events of `recv_monitor_message` for a connection to a peer with another secret.
+#: The events of `recv_monitor_message` for a connection to a peer with a different secret.
 NOT_PROVEN = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Transfers from a peer's serve slots into our memory with NIXL's READ, which the receiver starts.
 
-NIXL's own progress thread would keep a core busy while nothing moves, so it is not used: a transfer
-progresses when its state is read, and a peer's transfers progress in `progress`. All calls come
-from the thread that created the agent.
+NIXL's own progress thread would keep a core busy while nothing moves, so it is not used: our pulls
+progress when their state is read, and peers' pulls from us in `progress`. All calls come from the
+thread that created the agent.
 
-NIXL is used if network cards move the bytes by RDMA; otherwise chunks arrive in messages
-(`session.Sent`). Without an RDMA port, NIXL is not imported. UCX never uses TCP, because its TCP
-transport listens on each interface, at arbitrary ports, and writes data from any sender to any
+NIXL is used if network cards can move the bytes by RDMA; otherwise chunks arrive in messages
+(`session.Sent`). Without an RDMA port, NIXL is not imported. We never let UCX use TCP, because its
+TCP transport listens on each interface, at arbitrary ports, and writes data from any sender to any
 address that the sender names (seen with NIXL 1.5.1).
 
 A pull in progress cannot be cancelled. NIXL releases the pull's handle and the peer without an
@@ -63,9 +63,9 @@ def load_nixl() -> ModuleType:
 
 
 def why_no_pulls() -> str:
-    """Return the reason why no bytes can be pulled here, in one line; empty if they can be. A
-    separate process creates an agent, because an incompatible library may abort, and because NIXL
-    reports only then that its UCX has no driver for the RDMA device."""
+    """Return the reason why no bytes can be pulled here, in one line; empty if they can be. Only
+    the creation of an agent shows whether NIXL's UCX has a driver for the RDMA device. A separate
+    process creates it, because an incompatible library may abort."""
     if not has_rdma():
         return "no RDMA port is active here"
     command = child_command("peers.transport")
@@ -150,7 +150,7 @@ class NixlTransport:
             raise TransportError(state)
 
     def _lists_of(self, size_bytes: int) -> tuple[Any, Any]:
-        """Return descriptor lists of the first bytes of each slot, ours and theirs."""
+        """Return the descriptor lists, ours and theirs, of the first `size_bytes` of each slot."""
         for known, ours, theirs in self._lists:
             if known == size_bytes:
                 return ours, theirs
@@ -177,7 +177,7 @@ def _new_agent() -> Any:
 
 
 def _checked(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
-    """Call NIXL, and replace any error by a TransportError, which does not refer to it."""
+    """Call NIXL. Replace any error with a TransportError that does not refer to the error."""
     try:
         return call(*arguments, **more)
     except Exception as error:  # noqa: BLE001 - NIXL has one class for each of its errors
