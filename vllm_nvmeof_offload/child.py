@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes that run a module of this package, and companions, which are restarted.
+"""Child processes that run a module of this package; companions are restarted when they exit.
 
 A call on a lost path can block in the kernel forever, and a process with a blocked thread cannot be
 killed. Separate processes therefore renew leases, look for lost targets and find other servers'
 files. The server never waits for these processes.
 
-A companion hands its work to a grandchild and exits. vLLM stops an engine by killing its
-descendants one by one. If a listed process exits before its turn, psutil raises `NoSuchProcess`
-and the API server hangs forever; a child that exits with its worker could cause that. The
-grandchild has its own session, because Ctrl-C reaches the console's whole process group, but the
-work must continue while the server drains. It exits when the server closes its input.
+A companion's process forks and exits, so the grandchild, which does the work, is not a descendant
+of the engine. vLLM stops an engine by listing its descendants and killing them one by one. If one
+of them exits before its turn, psutil raises `NoSuchProcess` and the API server hangs forever; a
+child that exits with its worker could cause that. The grandchild has its own session, so that
+Ctrl-C, which reaches the console's whole process group, does not stop the work while the server
+drains. The grandchild exits when the server closes its input.
 """
 
 from __future__ import annotations
@@ -26,9 +27,9 @@ from vllm_nvmeof_offload import logger
 
 _PACKAGE = __name__.rpartition(".")[0]
 _ABOVE = _PACKAGE.rpartition(".")[0]
-#: Runs a module of this package without importing the packages above it: vLLM's imports torch,
-#: which takes seconds and hundreds of MB. Arguments: the parent package, dotted; its directory;
-#: the module; the module's arguments.
+#: A program that runs a module of this package without importing the packages above it, because
+#: the package `vllm` would import torch, which takes seconds and hundreds of MB. Its arguments are
+#: the parent package's dotted name and directory, the module, and the module's arguments.
 _RUN_BELOW_EMPTY_PACKAGES = """\
 import runpy, sys, types
 above, directory, module = sys.argv[1:4]
@@ -71,8 +72,8 @@ def start_child(
 
 
 def accompany(work: Callable[[int], None]) -> None:
-    """Run `work` in a child of this process, which a `Companion` started, and exit. `work` gets the
-    descriptor of the shared memory, and returns when the input is closed."""
+    """Fork, run `work` in the child, and exit. This process was started by a `Companion`. `work`
+    gets the descriptor of the shared memory, and returns when standard input is closed."""
     if os.fork():
         os._exit(0)
     work(int(sys.argv[-1]))
@@ -81,7 +82,7 @@ def accompany(work: Callable[[int], None]) -> None:
 
 #: The longest wait for a stopped process to exit; a process blocked in the kernel exits later.
 _END_S_MAX = 0.5
-#: The longest wait for the thread: more than `_END_S_MAX`. Only a hanging start takes longer.
+#: The longest wait for the thread to end, over `_END_S_MAX`; only a hanging start takes longer.
 _STOP_S_MAX = 2.0
 
 
@@ -101,12 +102,12 @@ class Companion:
         """Start the process after `first_s`, and again `restart_s` after each exit.
 
         `what` names the process in the log. `fd` refers to shared memory; the process gets a
-        duplicate as the last argument of `command`. `lines` are written to the process's input at
-        its start and every `lines_s` (None: never again), unless the pipe is full.
+        duplicate as the last argument of `command`. The result of `lines` is written to its
+        input at the start and then every `lines_s` (None: never again), unless the pipe is full.
         """
         self._what, self._command, self._restart_s = what, command, restart_s
         self._lines, self._lines_s, self._first_s = lines, lines_s, first_s
-        self._fd = os.dup(fd)  # for restarts: the caller may close its own
+        self._fd = os.dup(fd)  # for restarts: the caller may close `fd`
         self._stop = threading.Event()
         self._wake_fd = os.eventfd(0, os.EFD_CLOEXEC)
         self._thread = threading.Thread(target=self._run, name=f"nvmeof-{what}", daemon=True)
@@ -116,7 +117,7 @@ class Companion:
         """Stop the process permanently. A process blocked in the kernel exits later."""
         if self._stop.is_set():
             return
-        self._stop.set()  # first, or the thread could wake up and start the process
+        self._stop.set()  # set first, or the thread could start the process again
         os.eventfd_write(self._wake_fd, 1)
         self._thread.join(_STOP_S_MAX)
         if not self._thread.is_alive():
@@ -155,7 +156,7 @@ class Companion:
         """Send the current lines; return False if the process has exited."""
         for line in self._lines():
             try:
-                os.write(pipe.fileno(), line)  # less than PIPE_BUF is written whole or not at all
+                os.write(pipe.fileno(), line)  # writes below PIPE_BUF bytes are atomic
             except BlockingIOError:
                 continue
             except BrokenPipeError:

@@ -10,13 +10,13 @@ from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import GroupKind
 
-#: The default maximum of tokens per chunk, because a request cannot reuse a part of a chunk.
+#: The default maximum of tokens per chunk. It is low, because a request reuses only whole chunks.
 _CHUNK_TOKENS_MAX = 256
 
 
 def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
-    """Return the blocks per chunk: as configured, else enough for `chunk_bytes_min`. `block_bytes`
-    is the size of a block on one rank, `block_tokens` its tokens."""
+    """Return the blocks per chunk: the configured number, or enough for `chunk_bytes_min` within
+    the token limit. `block_bytes` is a block's size on one rank, `block_tokens` its tokens."""
     if config.blocks_per_chunk is not None:
         return config.blocks_per_chunk
     if config.block_size is not None:
@@ -28,10 +28,10 @@ def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> 
 def blocks_of_chunk(
     config: OffloadConfig, groups: Sequence[GroupBlocks], block_bytes: int
 ) -> tuple[int, str]:
-    """Return the blocks per chunk that suit all groups, and a warning about a configured number.
+    """Return the number of blocks per chunk, and a warning if it does not suit all groups, else "".
 
-    `block_bytes` is as in `chunk_blocks`. The warning can be empty. Raises ConfigError if the
-    configured number cannot work.
+    Only a configured number can be unsuitable; raises ConfigError if it cannot work at all.
+    `block_bytes` is as in `chunk_blocks`.
     """
     blocks = chunk_blocks(config, block_bytes, groups[0].block_tokens)
     fitting = blocks_that_fit(groups, blocks)
@@ -41,7 +41,7 @@ def blocks_of_chunk(
         return fitting, ""
     value, tokens = getattr(config, given), groups[0].block_tokens
     if given == "block_size" and value % tokens:
-        remedy = f"not a multiple of {tokens}, the tokens of a block of this model; leave it out"
+        remedy = f"not a multiple of {tokens}, this model's tokens per block; leave it out"
         raise ConfigError(given, value, remedy)
     if blocks == fitting:
         return blocks, ""
@@ -63,7 +63,7 @@ class GroupBlocks:
     span_tokens: int | None = None
 
     def fits(self, blocks_per_chunk: int) -> bool:
-        """Return whether vLLM still has all of a chunk's blocks when it computes the last one.
+        """Return whether vLLM still has all of a chunk's blocks when it computes the last of them.
 
         vLLM frees the first blocks earlier if a chunk exceeds the window or spans two attention
         chunks.

@@ -78,18 +78,18 @@ MaybeWhich = Annotated[
 PlannedPool = Annotated[
     str | None,
     typer.Option(
-        help="Size of the planned pool over all targets, such as 2TiB. With 0, for no pool, no "
+        help="Size of the planned pool over all targets, such as 2TiB. 0 means no pool, and no "
         "target is examined. Default: VLLM_NVMEOF_POOL_BYTES."
     ),
 ]
 ServerUrl = Annotated[
     str | None,
-    typer.Option(help="Address of a running server, to check its metrics for unwritten chunks."),
+    typer.Option(help="Address of a running server; its metrics are checked for unwritten chunks."),
 ]
 
 
 def _with_deployment(*only: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a command's `**given` with options for fields of `Deployment`: `only`, or all."""
+    """Replace a command's `**given` with options for the `Deployment` fields `only`, or all."""
     hints = get_type_hints(Deployment)
 
     def replaced(command: Callable[..., None]) -> Callable[..., None]:
@@ -128,21 +128,21 @@ def doctor(
     as_json: AsJson = False,
     measure: Annotated[
         bool,
-        typer.Option("--measure", help="Measure each target: writes 256 MiB in about 3 seconds."),
+        typer.Option("--measure", help="Measure each target: write 256 MiB in about 3 seconds."),
     ] = False,
     calibrate: Annotated[
         bool,
         typer.Option(
             "--calibrate",
-            help="Compare DMA with the copy kernel on each GPU and replace the saved result. Takes "
-            "a few seconds per GPU, on which nothing else should run.",
+            help="Compare DMA with the copy kernel on each GPU, and replace the saved result. This "
+            "takes a few seconds per GPU, during which nothing else should run on the GPU.",
         ),
     ] = False,
     model: Annotated[
         Path | None,
         typer.Option(
             help="Examine a model instead of the machine: a config.json or its directory. "
-            "--kv-dtype and the options of a deployment apply only to a model."
+            "--kv-dtype and the deployment options apply only to a model."
         ),
     ] = None,
     kv_dtype: KvType = "auto",
@@ -223,7 +223,7 @@ def size(
 def explain(
     request_id: Annotated[
         str | None,
-        typer.Argument(help="Id of the request, as in vLLM's answer."),
+        typer.Argument(help="Id of the request, as in vLLM's response."),
     ] = None,
     last: Annotated[
         bool, typer.Option("--last", help="Explain the request that started last.")
@@ -270,9 +270,9 @@ def top(
         bool, typer.Option("--json", help="Print JSON, with every metric; implies --once.")
     ] = False,
 ) -> None:
-    """Watch servers: tiers, sources of tokens, rates, queues, decisions, verdicts, holes.
+    """Watch servers: tiers, sources of tokens, rates, queues, decisions, verdicts, lost chunks.
 
-    Rates are computed from two readings of /metrics; an idle server keeps its last values. Digits
+    Rates are computed from two readings of /metrics; an idle server's gauges do not change. Digits
     select the view, n selects the next server, q quits.
     """
     from vllm_nvmeof_offload.commands.top import run
@@ -284,11 +284,11 @@ def top(
 def try_server(
     url: Annotated[str, typer.Option(help="Address of the server.")] = _SERVER,
     model: Annotated[
-        str | None, typer.Option(help="Model to ask. Default: the first model that is listed.")
+        str | None, typer.Option(help="Model to query. Default: the first model in the list.")
     ] = None,
     tokens: Annotated[
         int,
-        typer.Option(min=1, help="Prompt length in tokens, of several chunks."),
+        typer.Option(min=1, help="Prompt length in tokens, enough for several chunks."),
     ] = 2000,
     api_key: Annotated[
         str | None, typer.Option(envvar="OPENAI_API_KEY", help="The server's API key.")
@@ -361,7 +361,7 @@ def config_show(
 )
 def config_check(
     source: Annotated[
-        str, typer.Argument(help="The configuration as JSON, or a JSON file, or vLLM's YAML file.")
+        str, typer.Argument(help="The configuration: JSON text, a JSON file, or vLLM's YAML file.")
     ],
     model: Annotated[
         str | None,
@@ -389,7 +389,7 @@ def list_pools(
     target: Targets = None,
     regions: Annotated[
         bool,
-        typer.Option("--regions", help="Also list each region's engine, lease, lock and readers."),
+        typer.Option("--regions", help="Also list each region's owner, lease, tag and readers."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -434,7 +434,7 @@ def check_pools(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Check superblocks, and tables against slot headers. The exit code is the worst finding."""
+    """Check superblocks, and tables against slot headers. The worst finding sets the exit code."""
     from vllm_nvmeof_offload.commands.pool import check, show
 
     with show.progress() as on_progress:
@@ -449,7 +449,7 @@ def remove_pool(
     salt: Annotated[
         str | None,
         typer.Option(
-            help="Only overwrite the chunks of requests with this cache_salt; -: read the salt "
+            help="Overwrite only the chunks of requests with this cache_salt; - reads the salt "
             "from standard input. The exit code is 1 if the salt of other chunks is unknown."
         ),
     ] = None,
@@ -467,16 +467,16 @@ def remove_pool(
 @pool_app.command("prune")
 def prune_pools(
     unused_for: Annotated[
-        str, typer.Option(help="Time since a server last used a keyspace, such as 14d or 12h.")
+        str, typer.Option(help="Minimum time without use by a server, such as 14d or 12h.")
     ],
     target: Targets = None,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove the pools that no server has used for some time, as after an upgrade of vLLM.
+    """Remove the pools that no server has used for some time, for example after an upgrade of vLLM.
 
     Lists the directories and asks first. Never removes a pool that a running server uses or reads,
-    and deletes only files of this program. Give all targets of a pool together.
+    and deletes only files of this program. Name all targets of a pool in one call.
     """
     from vllm_nvmeof_offload.commands.pool import show
 
@@ -487,7 +487,7 @@ def prune_pools(
 def prefill(which: MaybeWhich = None, target: Targets = None, as_json: AsJson = False) -> None:
     """Write zeros into slots that were never written, so that first writes run at full speed.
 
-    The pool must exist and not be in use. Stored slots are not changed.
+    The pool must exist and must not be in use. Stored slots are not changed.
     """
     from vllm_nvmeof_offload.commands.pool import show
 

@@ -55,9 +55,9 @@ EXPERIMENT = "VLLM_NVMEOF_EXPERIMENT"
 _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
 POOL_BYTES_DEFAULT_MAX_LAYER = GIB
-#: Two: one slot is read into while the other is copied from.
+#: Two, so that one slot can be filled while the other is copied.
 _STREAM_SLOTS_MIN = 2
-#: The most reads that a peer may have in progress.
+#: The most reads for peers that one rank may have in progress.
 _SERVE_SLOTS_MAX = 1024
 _SECRET_BYTES_MIN, _SECRET_BYTES_MAX = 16, 4096
 _MAKE_SECRET = "create one with `(umask 077; openssl rand -hex 32 > FILE)`; copy it to each server"
@@ -72,8 +72,8 @@ _VLLM_KEYS = {
     *("spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "offload_prompt_only"),
     *("self_describing_kv_events", "sync_load_budget_bytes", "canonical_layout"),
 }
-#: The entry of `kv_connector_extra_config` with stamps of the models' files, which the plugin takes
-#: before vLLM reads the files. It is not a key, because users never set it.
+#: The entry of `kv_connector_extra_config` for the stamps of the models' files, taken by the plugin
+#: before vLLM reads the files. The entry is not a key, because users never set it.
 WEIGHTS_SEEN = "_weights_seen"
 #: Keys of other backends, and the key that the error suggests instead.
 _FOREIGN_KEYS = {
@@ -82,11 +82,12 @@ _FOREIGN_KEYS = {
     "secondary_tiers": "targets",
     "root_dir": "targets",
 }
-#: The minimum similarity, from 0 to 1, of an unknown name to the key that the error suggests. The
-#: typo pool_size has 0.632 to pool_bytes; LMCache's max_local_disk_size has 0.621 to block_size.
+#: The minimum similarity, from 0 to 1, of an unknown name to the key that the error suggests. It is
+#: 0.632 for the typo pool_size and the key pool_bytes, but 0.621 for LMCache's max_local_disk_size
+#: and our block_size, which must not be suggested.
 _SIMILARITY_MIN = 0.63
 
-#: Mistakes in a target: a shell variable, and two paths separated by a comma or a colon.
+#: Mistakes in a target: a shell variable, or two paths separated by a comma or a colon.
 _VARIABLE, _TWO_PATHS = re.compile(r"\$\w|\$\{"), re.compile(r"[:,]\s*[/~]")
 
 #: Values of `share` that are not names of groups.
@@ -148,11 +149,12 @@ class Tuning(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    #: Slots per rank through which loads stream, doubled with peers; at most a quarter of the
+    #: Slots per rank through which loads stream, twice as many with peers; at most a quarter of the
     #: rank's pinned memory. 64 slots of 1 MiB hold `read_bytes_in_flight_max`.
     stream_slots: Annotated[int, Field(ge=_STREAM_SLOTS_MIN)] = 64
     #: The most reads and the most writes in flight per target with io_uring. Doubling this and the
-    #: read bytes in flight gave 0.959 and 0.938 of a bare ring's rate instead of 0.945 and 0.938.
+    #: read bytes in flight raised reads of 512 KiB from 0.945 to 0.959 of a bare ring's rate, and
+    #: left reads of 4 MiB at 0.938.
     io_depth: _Count = 64
     #: The approximate size of the operations into which io_uring splits a chunk, so that a large
     #: operation does not delay others.
@@ -160,21 +162,23 @@ class Tuning(BaseModel):
     #: Threads per rank that read and write if io_uring is denied, divided among the targets. Each
     #: target has at least two threads and reserves one for reads.
     io_threads: Annotated[int, Field(ge=2)] = 8
-    #: The bound per rank and, with io_uring, per target. Because devices complete reads in bursts,
-    #: the bound is eight times what a 100 Gb/s link carries in 0.6 ms.
+    #: The bound on bytes in flight, per rank and, with io_uring, per target. Devices complete reads
+    #: in bursts, so the bound is eight times what a 100 Gb/s link carries in 0.6 ms.
     read_bytes_in_flight_max: _Bytes = 64 * MIB
-    #: The same for writes. io_uring lowers the bound to 12.5 ms of writing, but at least 32 MiB.
+    #: The same for writes. With io_uring, the bound is lowered to what the target writes in
+    #: 12.5 ms, but not below 32 MiB.
     write_bytes_in_flight_max: _Bytes = 64 * MIB
-    #: The bound on writes while reads wait or run, to keep reads fast. One write may always run.
+    #: The bound on bytes being written while reads wait or run, to keep reads fast. One write may
+    #: always run.
     write_bytes_beside_reads_max: _Bytes = 512 * KIB
     #: The time after which a write counts as failed; its chunk then remains only in the CPU tier.
-    #: It is long, because no request waits for a write. It also applies to a reset's superblock.
+    #: It is long, because no request waits for a write. It also limits a reset's superblock writes.
     write_deadline_ms: _Count = 30_000
     #: The engine that copies between a GPU and pinned memory. auto: the GPU's copy engines (dma),
-    #: or a kernel on a few multiprocessors if calibration found it at least 1.5 times as fast.
+    #: or a kernel on a few multiprocessors where calibration found it at least 1.5 times as fast.
     copy_backend: Literal["auto", "dma", "kernel"] = "auto"
     #: The processor that computes and verifies the checksums of whole chunks. gpu: during copies
-    #: from or to GPU memory or, on vLLM's CPU engine, in the copying thread. Not measured yet.
+    #: from or to GPU memory or, on vLLM's CPU engine, in the copying thread. gpu is unmeasured.
     checksum_at: Literal["cpu", "gpu"] = "cpu"
     #: A control file that makes pool I/O fail or deliver wrong KV, only for tests.
     fault_injection: Annotated[str, Field(min_length=1)] | None = None
@@ -225,8 +229,9 @@ class OffloadConfig(BaseModel):
         "of the targets' free space, whichever is less; at most 1 GiB in a container's own layer.",
         ge=0)
     allow_root_file_system: bool = _flag(
-        False, "Accept targets on the root file system, where the directory of an unmounted "
-        "target is. The default target is always accepted.")
+        False, "Accept targets on the root file system. false: refuse such targets, so that a pool "
+        "cannot fill the root file system when its target's own file system is not mounted. The "
+        "default target is always accepted.")
     chunk_bytes_min: _Size = _key(
         512 * KIB, "bytes", _SIZE_TO_GIB,
         "Smallest chunk size on one rank, from 4 KiB to 1 GiB; a chunk has at most 256 tokens. "
@@ -234,8 +239,8 @@ class OffloadConfig(BaseModel):
     ahead_cache_share: float = _key(
         AHEAD_CACHE_SHARE, "share", "a number from 0 to 1",
         "Share of the cache slots, from 0 to 1, that one load may fill from the pool. Chunks held "
-        "or prefetched may use half of the share for preempted requests and half for queued "
-        "requests. 0: loads leave nothing in the CPU tier, and nothing is prefetched.",
+        "or prefetched for preempted requests may use half of this share, and chunks for queued "
+        "requests half. 0: loads leave nothing in the CPU tier, and nothing is prefetched.",
         ge=0, le=1)
     retain_share: float = _key(
         0.25, "share", "a number from 0 to 0.5",
@@ -294,7 +299,7 @@ class OffloadConfig(BaseModel):
         pattern=r"^[A-Za-z0-9._-]{0,64}$")
     peers: _Strings = _key(
         list, "addresses", '"HOST:PORT" or a list of such addresses, as in the peers\' peer_listen',
-        "HOST:PORT of servers with the same targets that also read for this server. Rank r "
+        "HOST:PORT of each server that has the same targets and also reads for this server. Rank r "
         "connects to PORT + r; each data-parallel replica has a different port. Every chunk read "
         "by a peer is verified.", max_length=64)
     peer_listen: str = _key(
@@ -391,7 +396,7 @@ class OffloadConfig(BaseModel):
     def _o_direct_for_groups(self) -> OffloadConfig:
         if self.share_group and self.o_direct == "off" and self.pool_bytes != 0:
             remedy = (
-                f"a host that reads through its page cache does not see others' writes; set "
+                f"a host that reads through its page cache misses other hosts' writes; set "
                 f'o_direct to "auto", or share to "host" instead of {self.share!r}'
             )
             raise ConfigError("o_direct", self.o_direct, remedy)
@@ -419,7 +424,7 @@ class OffloadConfig(BaseModel):
         for key, addresses in (("peers", self.peers), ("peer_listen", [self.peer_listen])):
             for one in filter(None, addresses):
                 if self.pool_bytes == 0:
-                    remedy = f"peers read pools, but pool_bytes=0 means none; leave out {key}"
+                    remedy = f"peers read pools, but pool_bytes=0 means no pool; leave out {key}"
                     raise ConfigError(key, one, remedy)
                 if not self.share_secret_file and not _is_loopback(one):
                     remedy = (
@@ -487,7 +492,7 @@ def describe_keys(env: Mapping[str, str] | None = None) -> list[dict[str, Any]]:
 
 
 def find_key(name: str) -> str:
-    """Return the key with this name or variable. Raises ConfigError if there is none."""
+    """Return the key with this name or environment variable, or raise ConfigError."""
     key = _bare(name)
     if key not in OffloadConfig.model_fields:
         hint = _hint(name, list(OffloadConfig.model_fields))
@@ -696,7 +701,7 @@ def judge_access(path: str) -> tuple[str, str]:
     """Return how other users can tamper with a target, and the remedy; both "" if they cannot.
 
     A user who owns a directory or may rename files in it can remove our keyspaces, but not read
-    them. Root is not reported, because root can do so everywhere.
+    them. Root is not reported, because root can do this anywhere.
     """
     status, me = os.stat(path), os.geteuid()
     mode = stat.S_IMODE(status.st_mode)
@@ -748,7 +753,7 @@ def share_secret(config: OffloadConfig) -> bytes:
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    """Open a file without blocking, even a named pipe."""
+    """Open a file, even a named pipe, without blocking."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -766,7 +771,7 @@ def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging
 
 
 def check_memory_left(staging_bytes: int) -> None:
-    """Refuse staging that exceeds the container's free memory: the kernel would kill a process.
+    """Refuse staging beyond the container's free memory: the kernel would otherwise kill a process.
     `staging_bytes` is for one rank, or for all ranks on this machine."""
     left = memory_left_bytes()
     if staging_bytes > left:
@@ -779,7 +784,7 @@ def check_memory_left(staging_bytes: int) -> None:
 
 
 def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
-    """Refuse a configured pool if a file system lacks space for it and the space to leave free.
+    """Refuse a configured pool if a file system has too little space beyond what must stay free.
 
     `held` is, by target, the bytes of existing pools that this server may use. An existing pool
     keeps its size, even if the file system has become full.

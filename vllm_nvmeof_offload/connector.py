@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connector: vLLM's OffloadingConnector, extended for a fallible, persistent backend.
 
-It reports failed loads, and vLLM recomputes from the first failed block, or the whole request if
-vLLM cannot resume there. It sends our commands with each step's metadata, the workers' reports with
-each step's output, and each worker's capacity and adopted chunks in the handshake at start.
+It reports failed loads; vLLM then recomputes from the first failed block or, if it cannot resume
+there, the whole request. The connector sends our commands with each step's metadata, the workers'
+reports with each step's output, and each worker's capacity and adopted chunks in the handshake.
 
 Methods that forward vLLM's arguments accept the additional arguments of later releases (`more`).
 """
@@ -82,7 +82,7 @@ class NVMeoFWorkerMetadata(OffloadingWorkerMetadata):
 
 
 class OffloadingStats(OffloadingConnectorStats):
-    """vLLM's statistics, with a shorter line `KV Transfer metrics: …` in the log."""
+    """vLLM's statistics, with a shorter `KV Transfer metrics: …` line in the log."""
 
     def reduce(self) -> dict[str, int | float]:
         """Return the last interval's nonzero counters; ours have short names."""
@@ -119,7 +119,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             spec.one_host = count_nodes(vllm_config.parallel_config) == 1
         #: Seconds spent in scheduler-side methods since the last step's output.
         self._spent_s = 0.0
-        #: KV events that a reset took early, for the next step.
+        #: KV events that a reset has taken already; the next step reports them.
         self._events: list[KVCacheEvent] = []
         if self.connector_scheduler is not None:
             offloaded = build_offloading_config(vllm_config, kv_cache_config)
@@ -175,7 +175,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         assert isinstance(spec, NVMeoFOffloadingSpec)
         # vLLM's `CanonicalKVCaches` do not separate groups whose blocks share one allocation.
         spec.layers = LayerCaches(self._kv_cache_config, kv_caches)
-        with logged_in_one_line():  # errors such as: no driver, no pinned memory, a pool in use
+        with logged_in_one_line():  # errors such as no driver, no pinned memory, a pool in use
             super().register_kv_caches(kv_caches, **more)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
@@ -367,8 +367,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             trace_loads(headers, self._manager.core.request_log.find(request.request_id))
 
     def _answered(self, request: Any, done: Any) -> Any:
-        """Add our answer to the request's hints to vLLM's result of `request_finished`. The answer
-        becomes a part of the HTTP response."""
+        """Extend `done`, the result of vLLM's `request_finished`, with our answer to the
+        request's hints. The answer becomes a part of the HTTP response."""
         state = self.scheduler._req_status.get(request.request_id)
         answers = self._manager.answers(state.req_context) if state is not None else {}
         if not answers:
@@ -378,7 +378,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     @timed
     def get_kv_connector_stats(self) -> Any:
-        # vLLM makes no other scheduler-side call for every step's output.
+        # This is vLLM's only scheduler-side call for every step's output.
         if self.connector_scheduler is not None:
             seconds, self._spent_s = self._spent_s, 0.0
             self._manager.step_ended(seconds)
@@ -388,7 +388,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return self.paused.keep(has_jobs=bool(self.scheduler._jobs)) or self._invalidate()
 
     def _invalidate(self) -> bool | None:
-        # vLLM asserts that a step was scheduled since the last reset: not so in a paused engine.
+        # vLLM asserts that a step followed the last reset, but a paused engine has no steps.
         to_flush = self.scheduler._current_batch_jobs_to_flush
         kept = set(to_flush)
         to_flush.clear()
@@ -408,7 +408,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         yield from super().take_events()
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
-        """Record that vLLM made `call`, which changed weights or, unless `known`, may have."""
+        """Record that vLLM made `call`, which has changed weights if `known`, else may have."""
         if self._manager.weights_may_have_changed(known=known):
             if not self.paused.undecided:
                 self.reset_cache()
@@ -421,17 +421,17 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     def name_weights(self, version: str) -> str:
         """Record the operator's statement that all ranks have this version of the weights. Return a
-        text with the consequences. See `new_weights`."""
+        text that states the consequences. See `new_weights`."""
         if self._manager.name_weights(version):
             if not self.paused.undecided:
                 self.reset_cache()
-            # The change of weights may have gone unnoticed.
+            # We may not have detected the change of weights itself.
             call = f"the update to {version!r}"
             self._old_kv.began(call, self.scheduler._req_status, known=True)
         return self._manager.who_shares()
 
     def _without_resumed(self, scheduler_output: Any) -> Any:
-        """Return the output without the preempted requests that this step loads again.
+        """Return the output, without listing as preempted the requests that this step loads again.
 
         `reset_prefix_cache(reset_running_requests=True)` preempts requests between two steps. The
         next step can list such a request as preempted and also load its chunks. vLLM would treat

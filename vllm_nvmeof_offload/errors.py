@@ -50,7 +50,7 @@ class CombinedConfigError(ConfigError):
 
 
 def raise_all(errors: Sequence[ConfigError]) -> None:
-    """Raise the errors, if any: one as it is, several as a CombinedConfigError."""
+    """Raise the errors, if any: a single error as it is, several as a CombinedConfigError."""
     if errors:
         raise errors[0] if len(errors) == 1 else CombinedConfigError(errors)
 
@@ -79,7 +79,7 @@ class PoolError(OffloadError):
 
 @contextlib.contextmanager
 def as_pool_error(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn an OSError of the with-block into a PoolError with `what`, the error and the remedy."""
+    """Turn an OSError in the with-block into a PoolError with `what`, the error and the remedy."""
     try:
         yield
     except OSError as error:
@@ -149,7 +149,7 @@ DEADLINE = Outcome(OutcomeKind.DEADLINE, scope=Scope.TARGET)
 CANCELLED = Outcome(OutcomeKind.CANCELLED)
 
 
-#: A kind's position is its number in columns and in the native core.
+#: The kinds in the order of their numbers in columns and in the native core.
 _KINDS = tuple(OutcomeKind)
 _PLAIN = (OK, None, CHECKSUM_MISMATCH, STALE, DEADLINE, CANCELLED)
 

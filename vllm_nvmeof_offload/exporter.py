@@ -37,7 +37,7 @@ from vllm_nvmeof_offload.metrics import METRICS, PREFIX, Series, exported
 _FILE_PERIOD_S = 15.0
 #: A client is disconnected after this time, which bounds the delay of other clients and of `stop`.
 _CLIENT_S = 2.0
-#: The number of ports that are tried, from the default port on, if no address is configured.
+#: The number of ports to try, from the default port upward, if no address is configured.
 _PORTS_TRIED = 64
 
 Snapshot = Callable[[], tuple[Mapping[Series, float], Mapping[Series, float]]]
@@ -148,7 +148,7 @@ class _Handler(WSGIRequestHandler):
     timeout = _CLIENT_S
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Log no access."""
+        """Suppress the access log."""
 
     def handle(self) -> None:
         # The socket's own timeout restarts with every byte.
@@ -174,7 +174,7 @@ class _Server(WSGIServer):
 def start_exporter(
     settings: ExporterSettings, snapshot: Snapshot, request_log: RequestLog
 ) -> Exporter | None:
-    """Return an exporter, or None if it is off or cannot listen, which is only logged."""
+    """Return an exporter, or None if it is off or cannot listen; a failure is only logged."""
     if not settings.is_on:
         return None
     try:
@@ -199,6 +199,6 @@ def _listen(settings: ExporterSettings, app: Callable[..., Iterable[bytes]]) -> 
             return make_server(str(info[4][0]), port, app, made, _Handler)
         except (OSError, OverflowError) as error:
             if port >= last:
-                remedy = f'cannot listen at port {port} ({error}); give a free port, or "off"'
+                remedy = f'cannot listen on port {port} ({error}); give a free port, or "off"'
                 raise ConfigError("metrics_listen", settings.listen, remedy) from None
         port += 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""KV cache groups: layers of one kind, with separate offload keys for their chunks.
+"""KV cache groups: each has layers of one kind, and its own offload keys for its chunks.
 
 A chunk is one group's blocks for one range of tokens. A *group position* is the group's index in
 `RankHello.groups` and appears in `ChunkBatch.groups`. A *group id* is vLLM's number for the group
@@ -50,8 +50,8 @@ class Group:
 class RankGroup:
     """A group on one rank.
 
-    `block_bytes` is the size of one block over the group's layers on this rank; 0 if the rank has
-    none. `set_size` is the number of consecutive ranks that hold equal bytes of the group and
+    `block_bytes` is the size of one block over the group's layers on this rank; 0 without such
+    layers. `set_size` is the number of consecutive ranks that hold equal bytes of the group and
     together store one copy. Rank r is member r % set_size of set r // set_size.
     """
 

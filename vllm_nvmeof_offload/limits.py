@@ -10,8 +10,8 @@ from pathlib import Path
 from vllm_nvmeof_offload.mounts import mount_of, read_mounts
 from vllm_nvmeof_offload.units import GIB, KIB
 
-#: A pool leaves a twentieth of the file system free: at least the minimum, and at most the maximum
-#: and a tenth of the file system.
+#: A pool leaves a twentieth of the file system free, but not less than the minimum, and not more
+#: than the maximum or a tenth of the file system.
 _FREE_BYTES_MIN, _FREE_BYTES_MAX = GIB, 64 * GIB
 #: The minimum for the root file system, which also holds logs, package caches and other data.
 _FREE_BYTES_MIN_ROOT = 4 * GIB
@@ -23,7 +23,7 @@ _FREE_BYTES_LEAST = 64 * KIB
 _HAS_SUBVOLUMES = frozenset({"btrfs", "bcachefs"})
 
 _CGROUP_MEMORY = (
-    # Files with limit and usage, and the reclaimable part in memory.stat, for versions 2 and 1.
+    # Files with limit and usage, and memory.stat's reclaimable part, for cgroup versions 2 and 1.
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
@@ -80,8 +80,8 @@ def _cgroup_folders() -> Iterator[Path]:
 
 
 def is_on_root(path: Path) -> bool:
-    """Return whether files at `path` are on the root file system. In a container they may be on the
-    host's, if `path` is in a directory mounted from the host."""
+    """Return whether files at `path` are on the root file system or, because a directory of another
+    file system is mounted there, may be on the root file system of a container's host."""
     place = existing(path)
     if place.stat().st_dev == os.stat("/").st_dev:
         return True

@@ -33,7 +33,7 @@ class Counts(dict[Series, float]):
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """A label. `values` is empty if the deployment determines the values, which `source` names."""
+    """A label. `values` is empty if its values depend on the deployment, as `source` describes."""
 
     name: str
     values: tuple[str, ...] = ()
@@ -89,7 +89,7 @@ COUNTERS = _table(
     # -- what requests find
     _row("lookups", "chunks", _one("source", "cpu", "pool", "shared", "miss"),
          "Chunks looked up, by source; shared is another engine's pool. A look-up ends at its "
-         "first miss, so the counts give no hit rate in tokens. A cached answer counts once."),
+         "first miss, so the counts give no hit rate in tokens. A reused answer counts once."),
     _row("loaded_tokens", "tokens", _one("source", "cpu", "pool", "shared"),
          "Tokens whose load was started, by source; shared is another engine's pool."),
     _row("recomputed_tokens", "tokens", _one("reason", "load_failed", "declined", "no_boundary"),
@@ -212,10 +212,10 @@ GAUGES = _table(
          "Slots by kind: cache slots of the CPU tier, stream slots of all ranks, and pool slots "
          "that are not retired. Loads from the pool pass through stream slots."),
     _row("slots_used", "slots", (_SLOTS,),
-         "Slots in use by kind; stream slots at the ranks' last reports, pool slots without "
-         "retired slots."),
+         "Slots in use, by kind. Stream slots are counted at the ranks' last reports; retired pool "
+         "slots are not counted."),
     _row("slots_retained", "slots", _one("tier", "cache", "pool"),
-         "Slots with chunks that requests asked to retain, by tier, without slots in use."),
+         "Slots with chunks that requests asked to retain, by tier, except slots in use."),
     _row("held_cache_slots", "slots", _one("reason", "reload", "queue"),
          "Cache slots held for waiting requests, by reason."),
     _row("slot_bytes", "bytes", (), "Size of one slot on one rank, including its header."),

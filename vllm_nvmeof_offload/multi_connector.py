@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A `MultiConnector` for ours and another connector, as on prefill and decode servers.
+"""A `MultiConnector` for our connector and another, as on prefill and decode servers.
 
 vLLM's class gives the first connector's handshake to all connectors; ours gives each its own. Our
 class also has vLLM's name, because vLLM recognizes a `MultiConnector` by name, for example when it
@@ -49,7 +49,7 @@ class NVMeoFMultiConnector(multi_connector.MultiConnector):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Return the other connectors' layout. Ours supports any, but copies fastest with BLHNC."""
+        """Return the layout that other connectors need. Ours supports any; BLHNC is fastest."""
         ours: str | None = None
         theirs: set[str] = set()
         for connector, config in cls._get_connector_classes_and_configs(vllm_config):

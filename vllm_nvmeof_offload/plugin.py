@@ -10,8 +10,8 @@ server, the engine core and each worker. `register` makes three changes, each on
 * the factories that are already imported know our connector and spec by name.
 
 If vLLM is not as expected, nothing is changed and one warning is logged; the JSON form of
-`--kv-transfer-config` with module paths needs no plugin. An unknown vLLM is refused only when our
-backend is requested (`vllm_adapter.vllm_release`), because it can serve without the backend. A vLLM
+`--kv-transfer-config` with module paths needs no plugin. An unknown vLLM can serve without our
+backend, so it is refused only when the backend is requested (`vllm_adapter.vllm_release`). A vLLM
 with this backend in its own tree (`tools/graft.sh`) is not changed.
 """
 

@@ -74,12 +74,12 @@ NOWHERE = -1
 _TARGET_SHIFT, _MEMBER_SHIFT, _OWNER_SHIFT = 32, 40, 48
 #: The owner in this engine's places. The follower numbers the other engines on the same targets.
 OURS = 0
-#: Peers do not help with loads of fewer chunks, which seldom save as much time as a peer needs to
-#: answer.
+#: Peers do not help with loads of fewer chunks, because waiting for a peer's answer would seldom
+#: take less time than the help saves.
 PEER_CHUNKS_MIN = 4
 #: The default of the key `ahead_cache_share`.
 AHEAD_CACHE_SHARE = 0.5
-#: The number of CPU tier rows that the column `cache` can represent.
+#: The largest number of CPU tier rows, as the column `cache` has 24 bits for a row.
 CACHE_ROWS_MAX = 1 << 24
 
 #: A place, or an array of places.
@@ -87,7 +87,7 @@ _Places = TypeVar("_Places", int, npt.NDArray[np.int64])
 
 
 def place_of(target: int, slot: int, member: int = EVERY_MEMBER) -> int:
-    """Return a place in our pool. Its bits: owner 15 (`OURS`), member 8, target 8, slot 32."""
+    """Return a place in our pool: 15 bits for the owner (`OURS`), member 8, target 8, slot 32."""
     return member << _MEMBER_SHIFT | target << _TARGET_SHIFT | slot
 
 
@@ -227,8 +227,8 @@ class FetchCommand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand(_Message):
-    """Cancel rows of op `target_op` that have not started; `indexes` None: all such rows. Reports
-    on the cancelled rows still follow."""
+    """Cancel rows of op `target_op` that have not started: those in `indexes`, or, if None, all.
+    Reports on the cancelled rows still follow."""
 
     target_op: int
     indexes: npt.NDArray[np.uint32] | None = None
@@ -469,10 +469,10 @@ class RankHello:
     fallbacks: tuple[str, ...] = ()  # parts that run slower than they could, and the reasons
     stream_slots: int = 0
     targets: tuple[str, ...] = ()  # directories
-    remote: tuple[bool | None, ...] = ()  # by target: on another machine? None if unknown
+    remote: tuple[bool | None, ...] = ()  # by target, whether on another machine; None: unknown
     io_engine: str = "none"
     copy_engine: str = "none"
-    checksums: str = ""  # how checksums read memory
+    checksums: str = ""  # the name of the fastest way to compute CRCs
     adoption_s: float = 0.0
     volatile: tuple[str, ...] = ()  # why nothing is adopted
     replica: int | None = None

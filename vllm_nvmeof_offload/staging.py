@@ -126,7 +126,7 @@ def _keep_private(memory: mmap.mmap) -> None:
     """Exclude the memory, which contains KV, from forks and core dumps; request huge pages."""
     memory.madvise(mmap.MADV_DONTFORK)
     memory.madvise(mmap.MADV_DONTDUMP)
-    with contextlib.suppress(OSError):  # small pages are only slower
+    with contextlib.suppress(OSError):  # small pages work too, but are slower
         memory.madvise(mmap.MADV_HUGEPAGE)
 
 

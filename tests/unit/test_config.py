@@ -203,7 +203,7 @@ def test_metrics_are_exported_at_an_address_or_to_a_file() -> None:
 
 @pytest.mark.parametrize("key", ["peers", "peer_listen"])
 def test_peers_refuse_to_do_without_a_pool(key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}=.*pool_bytes=0 means none"):
+    with pytest.raises(ConfigError, match=f"{key}=.*pool_bytes=0 means no pool"):
         parse({key: "127.0.0.1:7000", "pool_bytes": 0})
 
 
