@@ -45,7 +45,7 @@ def print_json(value: object) -> None:
 
 
 def wide_console(file_columns: int) -> Console:
-    """Return a console for stdout; `file_columns` wide, so that a file's lines are not wrapped."""
+    """Return a console for stdout; in a file or pipe, `file_columns` wide to avoid wrapping."""
     console = Console()
     if not console.is_terminal and "COLUMNS" not in os.environ:
         return Console(width=file_columns)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `vllm-nvmeof config …`: the list of keys, and the check of a configuration.
 
-The check runs the checks of a starting server, without vLLM. Sizes that depend on the model are
-computed from its config.json, as in `vllm-nvmeof size`.
+`config check` runs the checks of a starting server, without vLLM. Sizes that depend on the model
+are computed from its config.json, as in `vllm-nvmeof size`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _TRANSFER = "kv-transfer-config"
 
 
 def _rows() -> list[dict[str, Any]]:
-    """Return `describe_keys`, with the default of pool_bytes on this machine."""
+    """Return the rows of `describe_keys`, with the default of pool_bytes on this machine."""
     settings = diagnose({})[0].model_copy(update={"pool_bytes": None})
     held = 0
     with contextlib.suppress(PoolError):  # another user's pool
@@ -85,7 +85,7 @@ def print_keys(as_json: bool) -> None:
         _print_row(row)
     Console().print(
         f"\nSet keys in {EXTRA} of --kv-transfer-config, or keys of this package in environment "
-        f"variables, such as {ENV_PREFIX}STAGING_BYTES. `vllm-nvmeof config show KEY` shows one.",
+        f"variables, such as {ENV_PREFIX}STAGING_BYTES. `vllm-nvmeof config show KEY` shows a key.",
         highlight=False,
     )
 
@@ -172,7 +172,7 @@ def _print(found: Configured, line: str, as_json: bool) -> None:
 
 def _read(source: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return a --kv-transfer-config and, for a YAML file, vLLM's other options by name. `source` is
-    JSON or a file's name. JSON may be only the kv_connector_extra_config."""
+    JSON or a file's name. JSON can be just the kv_connector_extra_config."""
     text, is_yaml = source, False
     if not source.lstrip().startswith("{"):
         is_yaml = Path(source).suffix in (".yaml", ".yml")
@@ -240,7 +240,7 @@ def _has_flag(options: dict[str, Any], transfer: dict[str, Any]) -> bool:
 
 
 def _take_options(options: dict[str, Any], extra: dict[str, Any], given: dict[str, Any]) -> str:
-    """Apply vLLM's options to `extra` and to `given`, where options of the command take precedence.
+    """Apply vLLM's options to `extra` and `given`; the command's own options in `given` win.
     Return the name of the option or key that sets `staging_bytes`."""
     for name, field in VLLM_OPTIONS.items():
         if name in options and given[field] in (None, 1):
@@ -260,8 +260,8 @@ def _number(options: dict[str, Any], name: str, kind: Callable[[Any], Any]) -> A
 
 
 def _find_model(found: Configured, model: str | None, named: Any) -> ModelShape | None:
-    """Return the shape of `model` or, without it, of the YAML file's model `named`, if known. Each
-    is a config.json, its directory, or the name of a known model."""
+    """Return the shape of `model` or, without it, of the YAML file's model `named`, if known. Both
+    can be a config.json, its directory, or the name of a known model."""
     name = str(model or named or "")
     if name and not Path(name).exists():
         with contextlib.suppress(ConfigError):
@@ -283,7 +283,7 @@ def _check_model(found: Configured, shape: ModelShape, kv_dtype: str, given: dic
         raise ConfigError("model", shape.name, f"{sizes.refusal.what}; {sizes.refusal.remedy}")
     plan = sizes.plan
     groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in plan.stored]
-    # Pipeline stages differ in bytes per block, so only the token limit applies to several.
+    # Several pipeline stages differ in bytes per block, so only the token limit applies.
     block_bytes = plan.stride_bytes() if len(plan.stages) == 1 else 1
     blocks, problem = blocks_of_chunk(config, groups, block_bytes)
     if problem:
@@ -306,7 +306,7 @@ def _check_model(found: Configured, shape: ModelShape, kv_dtype: str, given: dic
 
 def _check_policy(name: str) -> None:
     """Try an eviction policy on a small CPU tier in which one slot stays in use. Raises ConfigError
-    if no policy has this name, or if it raises or returns the slot in use."""
+    if no policy has this name, or if the policy raises or returns the slot in use."""
     make, generation = choose_policy(name), 0
     try:
         tiers = Tiers(4, [], key_bytes=8, policy=make)

@@ -39,7 +39,7 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
         why = f"its records have a different format ({error!r}); give a server of this version"
         raise ScrapeError(f"{url}: {why}") from None
     for line in lines:
-        # The client chose a part of the id, which could contain control characters.
+        # The id is partly the client's choice and could contain control characters.
         wrapped = textwrap.wrap(printable(line), _COLUMNS, subsequent_indent=" " * 6)
         typer.echo("\n".join(wrapped))
 

@@ -40,7 +40,7 @@ class Metrics:
     def samples(self, name: str) -> list[tuple[dict[str, str], float]]:
         """Return the printable labels and the value of each sample of `name`.
 
-        Several API servers of one vLLM export a gauge per process (`pid`): the largest counts.
+        If several API servers of one vLLM export a gauge per process (`pid`), the largest counts.
         Raises ScrapeError if a line is not in Prometheus' format.
         """
         if name not in self._parsed:
@@ -48,7 +48,7 @@ class Metrics:
             text = "\n".join(self._lines.get(name, ()))
             try:
                 found = [one for f in text_string_to_metric_families(text) for one in f.samples]
-            except (ValueError, IndexError) as error:  # the parser indexes past a cut line
+            except (ValueError, IndexError) as error:  # the parser indexes past a truncated line
                 raise ScrapeError(f"metric {name}: not in Prometheus' format: {error}") from None
             for one in found:
                 pairs = ((name, printable(value)) for name, value in one.labels.items())
@@ -62,7 +62,7 @@ class Metrics:
 
 
 def get(page: str, remedy: str) -> tuple[int, str]:
-    """Return the status and the text of the answer to an HTTP request. Raises ScrapeError, with
+    """Send an HTTP request; return the status and the text of the answer. Raises ScrapeError, with
     `remedy`, if the answer is missing, too long or too slow."""
     body, ends_s = bytearray(), time.monotonic() + _ANSWER_S_MAX
     try:

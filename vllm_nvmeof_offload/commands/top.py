@@ -2,8 +2,8 @@
 """The command `vllm-nvmeof top`, which reads only servers' metrics.
 
 A *reading* is a server's work between two scrapes of its metrics, as the JSON that `top` prints. A
-counter is `{"total": …, "per_s": …}`, with `per_s` None for a first scrape; a gauge is a number.
-Both are keyed by the values of their labels, separated by spaces.
+counter is `{"total": …, "per_s": …}`, with `per_s` None after a first scrape; a gauge is a number.
+Metrics with labels are keyed by the labels' values, separated by spaces.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ PLACES = {
 #: The number of tokens for which reading and computing are compared.
 COMPARED_TOKENS = 1000
 _TIERS = {"cpu": "cache", "pool": "pool"}
-#: Gauges in these units are summed over a server's engines; of other gauges the largest counts.
+#: Gauges in these units are summed over a server's engines; for others the largest value counts.
 _ADDED_UNITS = ("chunks", "slots", "tokens", "operations", "requests", "parts")
-#: Counters that should stay 0, and the consequence.
+#: Counters that should stay 0, and what a nonzero count means.
 _HOLES = (
     ("unwritten_chunks", "evicted", "chunks evicted unwritten: later chunks are not found"),
     ("unstored_chunks", "no_room", "chunks not stored: the CPU tier was full"),
@@ -63,7 +63,7 @@ def growth(before: float, now: float) -> float:
 
 
 def read(url: str, before: Metrics | None, now: Metrics, seconds: float) -> Reading:
-    """Return the reading for the `seconds` since `before`, or a first reading, without rates."""
+    """Return a reading of the `seconds` since `before` or, if that is None, one without rates."""
     amounts = {
         name: _measured(metric, before, now, seconds)
         for name, metric in METRICS.items()
@@ -363,7 +363,7 @@ _REDRAW_S = 0.5
 
 class Watched:
     """A server that is read repeatedly. While the server does not answer, `reading` keeps the last
-    values and has an `error`. It is replaced as a whole."""
+    values and has an `error`. Each update replaces `reading` as a whole."""
 
     def __init__(self, url: str) -> None:
         self.reading: Reading = {"url": url}
@@ -438,7 +438,7 @@ def _live(console: Console, watched: Sequence[Watched]) -> None:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Callable[[float], str]]:
-    """Yield a function that waits for a key; it returns "" after a timeout and "q" at the end."""
+    """Yield a function that waits for a key; it returns "" after a timeout, "q" at end of input."""
     descriptor = sys.stdin.fileno()
     saved = termios.tcgetattr(descriptor) if sys.stdin.isatty() else None
 

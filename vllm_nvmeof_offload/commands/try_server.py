@@ -133,8 +133,8 @@ async def _ask(
 
 
 async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[..., None]) -> str:
-    """Send other prompts until the GPU's cache must have evicted ours. Raises TryError if the size
-    of the cache is unknown, or if the tiers would evict ours too."""
+    """Send other prompts until the GPU's cache must have evicted our prompt. Raises TryError if the
+    size of the cache is unknown, or if the tiers would evict the prompt too."""
     gpu = 0
     for labels, _ in now.samples("vllm:cache_config_info"):
         blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
@@ -161,7 +161,7 @@ async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[.
 
 
 def _grown(before: Metrics, now: Metrics, name: str) -> dict[str, float]:
-    """Return the growth of one of our counters by its label `reason`, or "" without the label."""
+    """Return the growth of one of our counters by its label `reason`, or by "" without one."""
     grown = {}
     for labels, value in now.samples(f"{PREFIX}{name}_total"):
         more = growth(before.value(f"{PREFIX}{name}_total", **labels), value)
@@ -188,7 +188,7 @@ def _print(tried: Tried) -> None:
         rows["tokens from"] = ", ".join(places)
         rows["answers"] = "the same" if tried.same_answer else "different"
     rows["result"] = "loaded from a tier" if tried.proved else "NOT PROVED"
-    if tried.second_id:  # not `--last`: requests that update the server's counters followed
+    if tried.second_id:  # not `--last`: later requests updated the counters
         rows["details"] = f"vllm-nvmeof explain {shlex.quote(tried.second_id)}"
     for name, text in rows.items():
         typer.echo(f"{name:12} {printable(text)}")

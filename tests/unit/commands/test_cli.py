@@ -244,7 +244,7 @@ def test_config_check_and_doctor_create_no_target_that_is_missing(tmp_path: Path
     assert f"{target} does not exist" in result.stderr
     examined = runner.invoke(app, ["doctor", "--target", str(target), "--json"])
     assert examined.exit_code == 1
-    assert "does not exist; a start would create it on" in examined.stdout
+    assert "does not exist; a server would create it on" in examined.stdout
     assert not target.parent.exists()
 
 

@@ -77,7 +77,7 @@ def examine(
     """Examine this machine, `targets` and `peers`, print the findings and return the exit code.
 
     `secret` is the peers' share secret, or empty. `pool` is the planned `pool_bytes`; with 0, no
-    target is examined. `url` is a running server, to check its metrics.
+    target is examined. `url` is the address of a running server, whose metrics are checked.
     """
     machine, places, console = read_machine(), Places(), Console(stderr=True)
     targets = [] if pool == 0 else targets
@@ -149,8 +149,8 @@ def examine_target(
         real = discover(os.path.realpath(target), places.sysfs, places.mountinfo)
         fabric = replace(real, target=target)
     if not _may_touch(fabric):
-        evidence = "not touched: no live path leads to it, and I/O on it may hang"
-        touched = [error("target", evidence, "restore a path first: see the controllers")]
+        evidence = "not touched: no live path leads to the target, and I/O may hang"
+        touched = [error("target", evidence, "restore a path first; see the controllers' states")]
     nics = host.nics_of(fabric, places)
     allowed = host.link_bytes_per_s(fabric, nics)
     findings = [
@@ -177,7 +177,7 @@ def _may_touch(fabric: TargetFabric) -> bool:
 
 
 def _judge_measured(measured: Measured, allowed: float | None) -> Finding:
-    """Report the measured rates, never as a warning: only the operator knows the right rates."""
+    """Report the measured rates, never as a warning: only the operator knows what to expect."""
     write, read = (
         f"{format_bytes(rate)}/s" + (f" ({rate / allowed:.0%} of the links)" if allowed else "")
         for rate in (measured.write_bytes_per_s, measured.read_bytes_per_s)
@@ -227,7 +227,7 @@ def _add_device(
     fabric: TargetFabric,
     nics: dict[str, Nic],
 ) -> None:
-    """Add a device and the devices below it. `devices` has those without a line so far."""
+    """Add a device and those below it. `devices` are the devices that have no line yet."""
     below = {name: one for name, one in devices.items() if name != device.name}
     for namespace in fabric.namespaces:
         if namespace.device == device.name:

@@ -89,7 +89,7 @@ def check_host(staging_bytes: int) -> list[Finding]:
         evidence = f"works; staging of {format_bytes(staging_bytes)} fits the locked-memory limit"
         return [*findings, ok(check, evidence)]
     denied = denied or UringDeniedError("io_uring_register_buffers", errno.ENOMEM)
-    effect = "io_uring runs unregistered, at several times the CPU cost"
+    effect = "io_uring uses unregistered memory, at several times the CPU cost"
     return [*findings, _denied(check, denied, staging_bytes, effect)]
 
 
@@ -100,7 +100,7 @@ def check_vllm() -> Finding:
             found = metadata.version(name)
             if ".".join(found.split(".")[:2]) in KNOWN:
                 return ok("vllm", f"vLLM {found}")
-            evidence = f"vLLM {found} is not a known release; it is served after a self-test"
+            evidence = f"vLLM {found} is not a known release; servers run a self-test first"
             return warning("vllm", evidence, f"use vLLM {' or '.join(KNOWN)}")
     evidence = f"vLLM is not installed for {sys.executable}"
     return warning("vllm", evidence, "run vllm-nvmeof in the environment of the server")
@@ -114,7 +114,7 @@ def check_memory(staging_bytes: int) -> Finding:
     if staging_bytes > memory_left_bytes():
         left = format_bytes(max(0, memory_left_bytes()))
         remedy = "give less staging, raise the container's limit, or stop other processes"
-        return warning("memory", f"{evidence}, {left} of which is left", remedy)
+        return warning("memory", f"{evidence}, of which {left} is left", remedy)
     return ok("memory", evidence)
 
 
@@ -159,13 +159,13 @@ def check_target(target: str) -> list[Finding]:
     key = f"{ENV_PREFIX}ALLOW_ROOT_FILE_SYSTEM"
     settings = parse_config({"targets": [target]}, {key: os.environ.get(key, "false")})
     try:
-        # Write, as a start does: a mounted file system with a lost device fails only on writes.
+        # Write, as servers do at start: a file system with a lost device fails only on writes.
         (info,) = check_targets(settings, create=os.path.isdir(target))
     except ConfigError as refusal:
         evidence, _, remedy = refusal.remedy.partition("; ")
         return [error("target", evidence, remedy)]
     if not os.path.isdir(info.path):
-        evidence = f"{info.path} does not exist; a start would create it on {info.file_system}"
+        evidence = f"{info.path} does not exist; a server would create it on {info.file_system}"
         if target == default_target(os.environ):
             return [ok("target", evidence)]
         return [warning("target", evidence, "mount its file system, or correct the path")]
@@ -205,7 +205,7 @@ def check_pool(targets: list[str], pool: str | int) -> Finding:
             evidence += f"; pools of running servers ({format_bytes(live)}) do not count"
             with contextlib.suppress(ConfigError):
                 check_space(settings, taken)
-                return warning("pool_space", evidence, "none, if it is the planned server's pool")
+                return warning("pool_space", evidence, "none if that is the planned server's pool")
         return error("pool_space", evidence)
     return ok("pool_space", f"a pool of {format_bytes(settings.pool_bytes or 0)} fits")
 
@@ -219,7 +219,7 @@ def check_holes(url: str) -> Finding:
         return error("holes", str(why), "give the server's address")
     found = [value for labels, value in samples if labels.get("reason") == "evicted"]
     if not found:
-        return warning("holes", f"{url} exports no {name}", "docs/operations.md: Rust front end")
+        return warning("holes", f"{url} exports no {name}", "see Rust front end in operations.md")
     if lost := int(sum(found)):
         evidence = f"{lost} chunks were evicted unwritten: later chunks of the prefix are not found"
         return warning("holes", evidence, "check the targets' verdicts; see troubleshooting.md")
@@ -255,7 +255,7 @@ def _region(one: Surveyed) -> str:
 
 
 def calibrate_gpus(open_gpu: Callable[[int], Cuda] = Cuda) -> list[Finding]:
-    """Compare DMA with the copy kernel. Return a finding per GPU, or one finding without a GPU."""
+    """Compare DMA with the copy kernel. Return a finding per GPU, or one if there is no GPU."""
     findings: list[Finding] = []
     while True:
         try:
@@ -309,9 +309,9 @@ class Nic:
 
 
 def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
-    """Return each controller's network interface: its host_iface, or found by the routes.
+    """Return each controller's network interface: its host_iface, or the interface of its route.
 
-    The routes are those of this process's network namespace; the connection may be in another.
+    The routes are those of this process's network namespace; the connection may use another one.
     Policy routing is ignored, and unknown interfaces are omitted.
     """
     found = {}
@@ -399,7 +399,7 @@ def _pcie_bytes_per_s(link: PcieLink) -> float | None:
 
 def link_bytes_per_s(fabric: TargetFabric, nics: dict[str, Nic]) -> float | None:
     """Return the total rate of the links of all paths to a target, or None if unknown. An interface
-    of two paths, or a controller of several namespaces, counts once."""
+    of several paths, or a controller of several namespaces, counts once."""
     rates: dict[str, float | None] = {}
     used = {path.controller for namespace in fabric.namespaces for path in namespace.paths}
     for controller in fabric.controllers:

@@ -23,8 +23,8 @@ from vllm_nvmeof_offload.fabric.topology import (
     TargetFabric,
 )
 
-#: Timeouts in the remedies: until I/O fails after every path is lost, and until the kernel removes
-#: the controller. Reads have deadlines; these timeouts free buffers and processes.
+#: The timeouts that remedies suggest: until I/O fails after the loss of every path, and until the
+#: kernel removes the controller. Reads have deadlines; the timeouts free buffers and processes.
 _FAST_IO_FAIL_S, _CTRL_LOSS_S = 5, 600
 #: The payload bytes of a RoCE packet that an Ethernet MTU should allow.
 _ROCE_PAYLOAD_BYTES = 4096
@@ -224,7 +224,7 @@ def _judge_port(controller: Controller, nic: Nic, port: RdmaPort) -> Iterator[Fi
 
 def _judge_security(controllers: list[Controller]) -> Iterator[Finding]:
     clear = "KV cache crosses the network unencrypted"
-    anyone = "any machine that reaches the target can claim to be this host"
+    anyone = "any machine that can reach the target can claim to be this host"
     for check, attribute, danger, key, option in (
         ("tls", "tls", clear, "gen-tls-key", "--tls"),
         ("authentication", "dhchap", anyone, "gen-dhchap-key", "--dhchap-secret=…"),
@@ -324,6 +324,6 @@ def judge_kernel(machine: Machine, target_count: int) -> Finding:
         lacks.append(((6, 12), evidence))
     for since, evidence in lacks:
         if kernel < since:
-            remedy = f"Linux {since[0]}.{since[1]} or later (6.12 has all features)"
+            remedy = f"use Linux {since[0]}.{since[1]} or later (6.12 has all features)"
             return warning("kernel", f"{shown} {evidence}", remedy)
     return ok("kernel", f"{shown} supports all features that are used")

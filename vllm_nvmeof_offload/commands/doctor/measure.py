@@ -51,7 +51,7 @@ class MeasureError(EngineError):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """The measured payload rates, and the latencies of `singles` reads."""
+    """The measured payload rates, and the latencies of `singles` separate reads."""
 
     engine: str
     chunk_bytes: int

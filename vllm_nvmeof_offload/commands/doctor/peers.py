@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of servers that read for peers, and of the transport to this machine.
 
-A server refuses a greeting that does not match, names one value that differs, and keeps no session.
-Each greeting repeats the values named so far, until the server has named all. A server with a share
-secret answers only peers with the same secret.
+A server refuses a greeting with wrong values, names one of them, and keeps no session. Each new
+greeting contains the right values named so far, until the server has named all. A server with a
+share secret answers only peers with the same secret.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
 def _greet(
     context: zmq.Context[zmq.Socket[bytes]], place: str, known: Answer, secret: bytes
 ) -> str:
-    """Greet a server once and return its refusal: no server has the tag of the greeting. Raises
-    PermissionError if the server's share secret differs from ours."""
+    """Greet a server once and return the text of its refusal: no server has the greeting's tag.
+    Raises PermissionError if the server's share secret differs from ours."""
     facts = known.facts
     hello = Hello(
         version=int(facts.get("version", VERSION)),

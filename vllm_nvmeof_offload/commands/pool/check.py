@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `pool check`, which compares tables with slots and repairs table entries.
 
-The check reads the 4 KiB header of each slot with a table entry or a missing one. A deep check
+The check reads the 4 KiB header of each slot whose table entry is in use or missing. A deep check
 reads each stored slot in full and verifies the checksums of header and payload, with O_DIRECT if
 the file system supports it, because the page cache would hide media errors.
 """
@@ -36,7 +36,7 @@ from vllm_nvmeof_offload.units import HEADER_BYTES, PAGE_BYTES
 _LISTED_MAX = 1000
 _HEADER_THREADS = 16
 _BATCH_PER_THREAD = 16
-#: Waits longer than a server needs between the writes of a slot and of its table entry.
+#: Waits longer than a server takes between writing a slot and writing its table entry.
 _let_writes_end = functools.partial(time.sleep, 1.0)
 
 
@@ -53,7 +53,7 @@ class Damage(enum.IntEnum):
 class Report:
     """The result for one rank directory.
 
-    `checked` is the number of live entries with slots that were read. A deep check sets
+    `checked` is the number of live entries whose slots were read. A deep check sets
     `read_bytes`, `seconds` and `direct`. `findings` has the kind, severity and slot of each defect,
     as in the JSON; the slot, numbered within the directory, is None for a defect of the directory.
     """
@@ -107,7 +107,7 @@ def check(
     """Check tables against slots. Pass all parts of a pool together, because they share an epoch.
 
     `repair` rebuilds wrong entries from the slots' headers or drops them, but never while a server
-    runs. It holds all directories from before the first survey until the last repair, so that no
+    runs: all directories are held from before the first survey until the last repair, so that no
     server starts on a partly repaired pool. A superblock is not repaired, because its content is
     stored nowhere else. `on_progress` counts bytes. If a server runs, `settle` is called before
     suspects are judged. Raises PoolLockedError if a live process holds a directory to be repaired,
@@ -142,7 +142,7 @@ def _check_rank(
 
     While a server runs, a slot that is being written looks damaged for a moment. The check
     therefore waits and judges each suspect again by its new entry. Repairs extend a truncated table
-    entry by entry: after a crash the table is short, without zeros in place of missing entries.
+    entry by entry, so that a crash leaves a short table instead of zeros for missing entries.
     """
     table, slots = rank.table(), rank.superblock.slots
     if rank.slab_slots < slots:
@@ -177,7 +177,7 @@ def _check_rank(
 def _suspects(
     rank: OfflineRank, table: offline.Table, report: Report, on_progress: Progress
 ) -> list[int]:
-    """Return the slots that do not prove their entry or have no entry. Bounds the reads ahead."""
+    """Return the slots that do not prove their entry or have none. Reads ahead are bounded."""
     slot_bytes, directory = rank.superblock.slot_bytes, rank.surveyed.directory
     indices = np.flatnonzero(np.isin(table.states, (LIVE, DAMAGED, MISSING)))
     written = set(written_slots(rank.slab_fd, indices, slot_bytes).tolist())

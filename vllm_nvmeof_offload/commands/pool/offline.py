@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Access to rank directories without an I/O engine: tables, slots, defects, removal and prefill.
 
-A rank is read-only unless it is opened with `before_write`; the caller must then hold its lock.
+A rank is read-only unless it is opened with `before_write`, by a caller that holds its lock.
 Prefill writes zeros where a slab was never written, because the first write into preallocated space
 also changes the file system's extents and runs at about half the speed of later writes. A hole
 reads as zeros, so prefill changes no byte for a reader.
@@ -69,7 +69,7 @@ _CLAIMS = ("lease", "lock")
 _THREADS_MAX = 8
 _BUFFER_BYTES_MAX = 256 * MIB
 _WRITE_BYTES = 4 * MIB
-#: The number of threads that read headers, and of headers per batch.
+#: The numbers of threads that read headers, and of headers per batch.
 _READ_THREADS, _BATCH = 16, 1024
 
 
@@ -92,7 +92,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """The content of a table. `states` is uint8[n], by slot an index into `STATES`."""
+    """The content of a table. `states` is uint8[n]: by slot, an index into `STATES`."""
 
     states: npt.NDArray[np.uint8]
     entries: DecodedTable
@@ -242,8 +242,8 @@ class OfflineRank:
         """Read a slot's entry and header again, and its payload if `threads` is not 0. Return the
         slot's defect, or None.
 
-        `seen` is the entry's identity when the slot became a suspect, or None if it had no intact
-        entry. A changed identity is no defect: a server has written the slot since then.
+        `seen` is the identity that the entry had when the slot became a suspect, or None if the
+        entry was not intact. A changed identity is no defect: a server has written the slot since.
         """
         entry = self.entry(index)
         if entry.state in ("empty", "void") or (seen is not None and entry.identity != seen):
@@ -361,8 +361,8 @@ def check_ours(paths: Iterable[Path]) -> None:
 def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
     """Delete `directories` and parent directories that become empty.
 
-    Deletes nothing, and raises, unless all are ours (PoolError) and no live process holds one
-    (PoolLockedError). Also raises PoolError if a file cannot be deleted.
+    Before it deletes anything, raises PoolError unless all are ours, and PoolLockedError if a live
+    process holds one. Also raises PoolError if a file cannot be deleted.
     """
     paths = [directory.path for directory in directories]
     check_ours(paths)  # before a lock file is created in a wrong place
@@ -397,8 +397,8 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
 
 @dataclass(frozen=True, slots=True)
 class RemovedClient:
-    """The result for one directory: the number of slots overwritten, and of remaining slots with
-    chunks of unknown clients."""
+    """The result for one directory: the number of overwritten slots, and the number of remaining
+    slots whose chunks have unknown clients."""
 
     directory: str
     removed: int
@@ -408,8 +408,8 @@ class RemovedClient:
 def remove_client(
     directories: Sequence[RankDirectory], client: int, on_progress: Progress = lambda *_: None
 ) -> list[RemovedClient]:
-    """Overwrite with zeros all slots of `directories` with chunks of a client
-    (`pool.format.client_of`), of any epoch, and their table entries; forget its sessions.
+    """Overwrite a client's chunks in `directories`, of any epoch, and their table entries with
+    zeros; forget the client's sessions. `client` is a result of `pool.format.client_of`.
 
     After an interruption, a second call finds the rest, because entries are overwritten after
     slots. `on_progress` counts bytes. Raises PoolLockedError if a live process holds a directory,
@@ -489,7 +489,7 @@ def prefill(
     directories: Sequence[RankDirectory], on_progress: Progress = lambda *_: None
 ) -> list[Prefilled]:
     """Fill the slots of `directories` that were never written; `on_progress` counts bytes. Raises
-    as `remove_client`."""
+    the errors of `remove_client`."""
     filled = []
     with hold([directory.path for directory in directories]) as before_write:
         for surveyed in survey(directories):

@@ -50,9 +50,9 @@ from vllm_nvmeof_offload.units import MIB, format_bytes, printable
 _OWNER_KINDS = ("free", "dead", "silent", "live")
 _LISTED_MAX = 20
 _DAY_S = 86400.0
-#: The number of digits printed of a keyspace: enough to name it in a command.
+#: The number of a keyspace's digits that are printed: enough to name it in a command.
 _DIGITS = 12
-#: The number of digits printed of a share tag or an owner's UUID.
+#: The number of digits that are printed of a share tag or an owner's UUID.
 _TAG_DIGITS = 8
 
 
@@ -70,8 +70,8 @@ def choose(given: Sequence[Path] | None, which: str | None = None) -> list[RankD
 def listing(targets: Sequence[Path]) -> dict[str, Any]:
     """Return the targets, with free bytes and bytes per keyspace, and the pools with their regions.
 
-    A pool's `unused_s` is the time since a server last used its keyspace, or None if one uses it
-    now. Raises PoolError if a target cannot be read.
+    A pool's `unused_s` is the time since a server last used its keyspace; None if it is in use now.
+    Raises PoolError if a target cannot be read.
     """
     parts, usages = survey(find(targets)), []
     unused = unused_keyspaces(parts, time.time())
@@ -125,7 +125,7 @@ def region(one: Surveyed) -> dict[str, Any]:
     """Return the region of one rank of one engine on one target.
 
     `owner` is the superblock's UUID. `tag` is the share tag of the chunks, or None if unknown.
-    `readers` are processes that opened the chunks. `problem` is the reason if it is unusable.
+    `readers` are processes that opened the chunks. `problem` says why the region is unusable.
     """
     problem, counts = one.problem and f"superblock: {one.problem}", {}
     try:
@@ -388,7 +388,7 @@ def prune(given: Sequence[Path] | None, unused_for: str, yes: bool, as_json: boo
     """Run `pool prune`: remove the keyspaces that no server has used for `unused_for`.
 
     Keyspaces with files that may not be ours are reported and kept. Raises ConfigError for an
-    invalid duration, and as `remove`.
+    invalid duration, and the errors of `offline.remove`.
     """
     unused_s = read_option("--unused-for", unused_for, parse_duration, gt=0)
     targets = targets_of(given)

@@ -28,8 +28,8 @@ from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 @dataclass(frozen=True, slots=True)
 class SessionSlots:
-    """One rank's slots of a group for a session. `payload_bytes` is the size of the group's chunk,
-    `stride_bytes` that of a slot."""
+    """The slots of one group on one rank that a session takes. `payload_bytes` is the size of the
+    group's chunk, `stride_bytes` that of a slot."""
 
     count: int
     payload_bytes: int
@@ -46,7 +46,7 @@ class Refusal:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """The room for KV on one GPU, in one rank's cache slots, or in the pool, for each of `engines`.
+    """The room for KV in the pool or, for each of `engines`, on one GPU or in a rank's cache slots.
     A negative `free_bytes` means that the weights do not fit. A session takes `session_bytes`."""
 
     free_bytes: int
@@ -61,7 +61,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A part of every byte's path, such as the drives. `needed` is the number for the TTFT."""
+    """A part of every byte's path, such as the drives. The TTFT requires `needed` of them."""
 
     name: str
     bytes_per_s: float
@@ -134,12 +134,12 @@ class KvSizes:
 
     @property
     def unit_tokens(self) -> int:
-        """Return the tokens of which every hit's length is a multiple."""
+        """Return the unit, in tokens, of which every hit's length is a multiple."""
         return math.lcm(*(g.block_tokens for g in self.plan.stored)) * self.blocks_per_chunk
 
     @property
     def boundary_tokens(self) -> int:
-        """Return the tokens between two lasting boundaries by default; 0 if no group needs any."""
+        """Return the default tokens between two lasting boundaries; 0 if no group needs one."""
         unit = math.lcm(self.unit_tokens, *(group.block_tokens for group in self.plan.groups))
         return automatic(self.groups(), unit)
 
@@ -195,7 +195,7 @@ class KvSizes:
         return self.plan.stride_bytes(self.fullest)
 
     def rank_weights_bytes(self) -> int | None:
-        """Return the bytes of weights on one rank, spread evenly, or None if unknown."""
+        """Return the bytes of weights on one rank if spread evenly, or None if unknown."""
         total, deployment = self.model.weights.total_bytes, self.deployment
         # Ranks of prefill context parallelism have equal weights.
         shares = deployment.tensor_parallel * deployment.pipeline_parallel
@@ -311,8 +311,8 @@ def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
     """Raise ConfigError for context-parallel sizes that vLLM refuses.
 
     Decode context parallelism divides the tokens of full and latent attention, but not states.
-    vLLM also requires the query heads per KV head, which are unknown here, to be a multiple of
-    --dcp.
+    vLLM also requires the number of query heads per KV head, which is unknown here, to be a
+    multiple of --dcp.
     """
     tp, pcp = deployment.tensor_parallel, deployment.prefill_context_parallel
     dcp = deployment.decode_context_parallel

@@ -31,7 +31,7 @@ Config = dict[str, Any]
 
 _INDEX = "model.safetensors.index.json"
 _FILE_BYTES_MAX = 64 << 20
-#: Keys of models with layer data that this module cannot size, and names of the data.
+#: Keys in config.json of layer data that this module cannot size, with a name for each.
 _NOT_SIZED = {
     "block_configs": "heads that differ from layer to layer",
     "indexer_compress_ratio": "compressed index keys",
@@ -299,7 +299,7 @@ def choose_model(path: Path | None, name: str | None, weights_text: str | None) 
 
 
 def preset(name: str, weights: Weights | None = None) -> ModelShape:
-    """Return the preset with this name, or last part of a name. ConfigError names similar ones."""
+    """Return the preset with this name or last part of it. ConfigError suggests similar names."""
     names = {key: one for one in _presets() for key in (one.lower().split("/")[-1], one.lower())}
     if full := names.get(name.lower()):
         return parse_model(_presets()[full], full, weights)
@@ -317,7 +317,7 @@ def _presets() -> dict[str, Config]:
 def read_model(path: Path, weights: Weights | None = None) -> ModelShape:
     """Return the model in `path`, which is a config.json or its directory.
 
-    Without `weights`, their size is read from the directory's index or estimated. Raises
+    If `weights` is None, the size is read from the directory's index or estimated. Raises
     ConfigError for an unreadable file or a model that cannot be sized.
     """
     file = path / "config.json" if path.is_dir() else path
@@ -421,9 +421,9 @@ def _first(config: Config, *keys: str) -> Any:
 
 
 def _number(config: Config, expression: str) -> int:
-    """Evaluate the first alternative of an expression such as `a+b*2|c` that has all its keys.
+    """Evaluate an expression such as `a+b*2|c`: its first alternative whose keys are all given.
 
-    Raises ConfigError for a value that is not a whole number above 0, or if no alternative has all.
+    Raises ConfigError if a value is not a whole number above 0, or each alternative lacks a key.
     """
     key = ""
     for part in expression.split("|"):
@@ -579,7 +579,7 @@ def _recurrent_state(config: Config, model_bytes: int) -> RecurrentState | None:
 def _estimate(
     whole: Config, text: Config, caches: tuple[LayerCache, ...], element_bytes: int
 ) -> Weights:
-    # Gemma ties its embeddings without the key.
+    # Gemma ties its embeddings, although its files lack the key.
     tied = text.get("tie_word_embeddings", str(text.get("model_type")).startswith("gemma"))
     try:
         parameters = _number(text, "vocab_size*hidden_size") * (1 if tied else 2)
@@ -614,7 +614,7 @@ def _mixer(config: Config, cache: LayerCache) -> int:
     if cache.align_bytes > 1 or (cache.kind is LayerKind.STATE and state is None):
         raise ConfigError("model_type", config.get("model_type"), "its parameters are unknown")
     if state is not None:
-        # Into the layer: the convolution's inputs and the gate. Out of it: the inner width.
+        # Input projections: the convolution's inputs and the gate. Output: the inner width.
         return hidden * (3 * state.value_width + 2 * state.groups * state.key_width)
     heads = read("num_attention_heads")
     if cache.kind is LayerKind.LATENT:

@@ -100,7 +100,7 @@ class Plan:
             return given or 1
         if given is not None and given > 1 and (reason := why_one_block(groups)):
             raise ConfigError("--blocks-per-chunk", given, f"{reason}; leave it out")
-        # Pipeline stages differ in bytes per block, so only the token limit applies to several.
+        # Several pipeline stages differ in bytes per block, so only the token limit applies.
         block_bytes = self.stride_bytes() if len(self.stages) == 1 else 1
         wanted = chunk_blocks(OffloadConfig(), block_bytes, groups[0].block_tokens)
         return given or blocks_that_fit(groups, wanted)
@@ -203,14 +203,14 @@ def _packed(buckets: list[list[Page]]) -> list[list[Page]]:
     even = [one for one in sizes if len(set(one.values())) == 1]
     most = [max(one.values()) for one in even]
     mixed = max((max(one.values()) for one in even if len(one) > 1), default=0)
-    # The layers of each page size per group: the largest number with the least padding over all
+    # The number of layers of each page size per group: the largest with the least padding over all
     # buckets, or 0 if no bucket mixes sizes evenly.
     repeats = mixed and min(
         range(mixed, max(most) + 1),
         key=lambda size: (sum(-count % size for count in most), -size),
     )
     counts = [-(-max(one.values()) // repeats) if repeats and one in even else 1 for one in sizes]
-    # States and rings and, if `repeats` is 0, windows may be split down to one page per group.
+    # States and rings and, if `repeats` is 0, windows can be split down to one page per group.
     split = {LayerKind.STATE, LayerKind.RING} | (set() if repeats else {LayerKind.WINDOW})
     counts_max = [
         len(bucket) if bucket[0].cache.kind in split else count

@@ -344,7 +344,7 @@ def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figu
         if compute_s:
             formula = f"min({formula}, {prefill} nodes ÷ {compute_s:g} s)"
         yield row(f"turns per second{words}", turns, formula, "/s")
-        # With more agents all wait longer, because the cluster sustains no more turns.
+        # More agents would all wait longer, because the cluster sustains no more turns.
         agents = int(turns * (deployment.ttft_seconds + gap_s))
         formula = f"turns × (TTFT + {gap_s:g} s from first token to next turn)"
         yield row(f"agents at the TTFT{words}", agents, formula, "agents")
