@@ -44,7 +44,7 @@ _SEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
 _INCIDENTAL_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 #: RoPE types with factors that, for *all* positions, depend on the maximum length.
 _LENGTH_DEPENDENT_ROPE = ('"longrope"', '"su"')
-#: Environment variables that affect weights, media or a block's bytes, but no field.
+#: Environment variables that affect weights, media or a block's bytes, and are in no field.
 _VARIABLES = (
     *("PYTHONHASHSEED", "VLLM_PP_LAYER_PARTITION", "VLLM_SSM_CONV_STATE_LAYOUT"),
     *("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG"),

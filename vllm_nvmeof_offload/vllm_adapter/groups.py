@@ -31,7 +31,7 @@ from vllm_nvmeof_offload.groups import SET_SIZE_MAX, Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.boundary import SPARSE, automatic, kept_every, unit_tokens
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
 
-#: By exact type, because a subclass may drop blocks in a different way while a request runs.
+#: Kinds by exact type, because a subclass may drop blocks differently while a request runs.
 _KINDS: dict[type, GroupKind] = {
     FullAttentionSpec: GroupKind.FULL,
     MLAAttentionSpec: GroupKind.FULL,
@@ -40,7 +40,7 @@ _KINDS: dict[type, GroupKind] = {
     ChunkedLocalAttentionSpec: GroupKind.LOCAL,
     MambaSpec: GroupKind.STATE,
 }
-#: A spec's attribute with the reach in tokens, by kind.
+#: The attribute of a spec that gives its reach in tokens, by kind.
 _SPAN_TOKENS = {GroupKind.WINDOW: "sliding_window", GroupKind.LOCAL: "attention_chunk_size"}
 
 
@@ -58,8 +58,8 @@ class LayerCaches:
     def tensors(self, group_id: int) -> list[CacheTensor]:
         """Return the group's pages, in the order of their addresses in a block, without padding.
 
-        All groups use the same memory, with the widest group's stride per block, so the bytes of a
-        group do not follow from the stride or the size of a block.
+        All groups share the same memory, and the stride per block is that of the widest group, so a
+        group's size in bytes cannot be derived from the stride or the block size.
         """
         specs = specs_of(self.config.kv_cache_groups[group_id])
         found = []
@@ -96,8 +96,8 @@ def kinds_of(group: Any) -> set[GroupKind | None]:
 def resumes_at_any_block(kv_cache_config: Any) -> bool:
     """Return whether vLLM can resume a request at any of its blocks after a failed load.
 
-    It can if its only KV cache group keeps all tokens. Groups that are not offloaded count too,
-    because vLLM drops their blocks before the end of a hit.
+    It can if the model's only KV cache group keeps all tokens. Groups that are not offloaded count
+    too, because vLLM drops their blocks before the end of a hit.
     """
     groups = kv_cache_config.kv_cache_groups
     return len(groups) == 1 and kinds_of(groups[0]) == {GroupKind.FULL}
@@ -195,8 +195,8 @@ def geometry_of(config: Any, layers: LayerCaches, *, one_copy: bool = False) -> 
 def facts_of(config: Any, kv_cache_config: Any) -> list[dict[str, Any]]:
     """Return, by group, the facts that determine the bytes of chunks, except model and layout.
 
-    The facts are the same on all ranks: with several pipeline stages, each of which knows only its
-    own layers, they omit the layers, which follow from the model and its division into stages.
+    The facts must be the same on all ranks. With several pipeline stages, a rank knows only its own
+    layers, so the facts omit the layers; the model and its division into stages determine them.
     """
     facts = []
     for one in config.groups:
@@ -256,7 +256,7 @@ def keep_boundaries(
     groups: Sequence[Group],
     asked: int | Literal["auto"],
 ) -> int:
-    """Make vLLM keep windows and states at a fixed distance and offer all of them.
+    """Make vLLM keep windows and states at a fixed interval and offer all of them to us.
 
     Return the tokens between two lasting boundaries, or 0 if vLLM keeps its default: only the end
     of each prompt, so that no part of an answer is found. `manager/stores.py` selects from the

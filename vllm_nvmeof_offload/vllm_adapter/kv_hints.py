@@ -11,8 +11,8 @@ request, and never overrides the request's parameters or the configuration.
 
 * `kv.prefetch` 1.x, empty payload: the request's chunks are prefetched before the chunks of other
   waiting requests.
-* `kv.fetch` 1.x, `{"source_control_endpoint", "block_hashes"}`: the same; both fields are ignored,
-  because the endpoint belongs to a process that cannot read pools.
+* `kv.fetch` 1.x, `{"source_control_endpoint", "block_hashes"}`: as `kv.prefetch`; both fields are
+  ignored, because the endpoint belongs to a process that cannot read pools.
 * `kv.retain` 1.x, `{"directives": [{"start", "end", "priority", "duration"} or {"covers_output",
   …}]}`: chunks that end in a range of tokens are retained for `duration` seconds after the
   request's end, in a session per directive. Without a duration they are only kept longer, as if
@@ -74,7 +74,7 @@ class TokenRange(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Advice:
     """The advice on a request. `helpers` is as in `LoadCommand`. `answers` has an entry per action
-    of a `kv_hint`; `retention_answer` is empty without keys of `retention`."""
+    of a `kv_hint`; `retention_answer` is empty if no key for retention was given."""
 
     prefetch: bool = False
     retain: tuple[TokenRange, ...] = ()
@@ -85,7 +85,7 @@ class Advice:
     retention_answer: str = ""
 
     def together(self, other: Advice) -> Advice:
-        """Combine two pieces of advice: our helpers and retention, and the answers of `other`."""
+        """Combine two pieces of advice, with our helpers and retention and `other`'s answers."""
         return Advice(
             self.prefetch or other.prefetch,
             self.retain + other.retain,
@@ -179,7 +179,7 @@ def helpers_of(params: Any, peers: Sequence[str], count: Callable[[str], None]) 
 
 
 def retention_of(params: Any, request: Any, count: Callable[[str], None]) -> Advice:
-    """Read the keys of `Retention` in a request's `kv_transfer_params`. With any such key, `count`
+    """Read the keys for retention in a request's `kv_transfer_params`. If there are any, `count`
     is called with `retain`, `drop` or `malformed`."""
     ours = params.get("nvmeof") if isinstance(params, dict) else None
     if not isinstance(ours, dict) or _RETENTION_KEYS.isdisjoint(ours):
@@ -202,7 +202,7 @@ def retention_of(params: Any, request: Any, count: Callable[[str], None]) -> Adv
 
 
 def _session_ids(request: Any, whose: str) -> SessionIds:
-    """Return the ids of a session, which a request with another salt cannot name."""
+    """Return the ids of a session. A request with another salt cannot name the same session."""
     salt = getattr(request, "cache_salt", None) or ""
     client = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
     session = hashlib.sha256(client + whose.encode(errors="surrogatepass")).digest()

@@ -77,7 +77,7 @@ _EVERYWHERE = FROM_CPU | FROM_POOL
 #: The value that represents a store in a pickled command, in place of a load's helpers.
 _IS_STORE = -1
 
-#: The maximum time between two exports of all gauges, and of time counters when idle.
+#: The maximum time between two exports of all gauges and, when idle, of the time counters.
 _EXPORT_PERIOD_S = 1.0
 
 
@@ -100,8 +100,8 @@ def _unpickled(helpers: int | None, op: int, *columns: bytes) -> CommandSpec:
 @dataclass
 class _RequestState:
     """The state of a request. `used` lists the chunks of its jobs. `loaded` has the chunks of its
-    last load and, with several groups, `ends` the tokens up to the end of each. `refused` chunks
-    found no room; while there are any, `offered` lists all chunks."""
+    last load and, with several groups, `ends` has the tokens up to the end of each. `refused` has
+    chunks without room; as long as there are any, `offered` has all chunks offered since."""
 
     used: list[Collection[bytes]]
     refused: set[bytes] = field(default_factory=set, init=False)
@@ -115,8 +115,8 @@ class _RequestState:
 class NVMeoFOffloadingManager(OffloadingManager):
     """The manager, called on EngineCore's main thread. It does no I/O and never blocks.
 
-    Before `attach` there are no requests, events or metrics. Only `reset_cache`,
-    `weights_may_have_changed` and vLLM's calls without chunks are then possible.
+    Before `attach` there are no requests, events or metrics. Until then, only `reset_cache`,
+    `weights_may_have_changed` and vLLM's calls without chunks are possible.
     """
 
     #: Set by `attach`. `sources_of` returns the sources that a filter allows.
@@ -346,8 +346,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self.suspension.log_while_it_lasts()
 
     def step_ended(self, scheduler_s: float) -> None:
-        """Record that a step's output was applied. `scheduler_s` is the time in the connector's
-        scheduler side since the last call."""
+        """Record that a step's output was applied. `scheduler_s` is the time spent in the
+        connector's scheduler side since the last call."""
         self._steps.ended()
         admission, steps = self.core.admission, self._steps
         admission.prefill_rate, admission.prefill_depth = steps.prefill_rate, steps.depth
@@ -372,7 +372,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return self._core is not None and bool(self._core.changed_keys)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Yield events for chunks that entered or left a tier, oldest first, limited per step."""
+        """Yield a bounded number of events for chunks that entered or left a tier, oldest first."""
         for change in self._core.take_changes() if self._core is not None else ():
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in change.keys],
@@ -405,7 +405,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def name_weights(self, version: str) -> bool:
         """Record that all ranks now have the weights with this name.
 
-        Return whether this invalidates all chunks, so that a reset must follow; it does unless the
+        Return whether this invalidates all chunks, so that a reset must follow: always, unless the
         name is unchanged or names have no effect.
         """
         if not self._keyspace:

@@ -12,12 +12,13 @@ program that changes weights without the engine (a custom executor, a worker wit
 must reset vLLM's prefix cache with `reset_connector`.
 
 The operator can name the new weights, so that servers with equal names share chunks; the name is
-not verified. It is given in a call of ours, which `collective_rpc` answers without the workers; in
-an extra argument of the last call of an update, removed before the workers get the call; or, if
-configured, in vLLM's own `EngineCore.set_weight_version`, which some releases lack.
+not verified. The name is given in a call of ours, which `collective_rpc` answers without the
+workers; in an extra argument of an update's last call, removed before the workers get the call; or,
+if configured, in vLLM's own `EngineCore.set_weight_version`, which some releases lack.
 
 **Pause and sleep.** vLLM resets its connectors in each pause that clears caches, because weights
-may change. Usually they do not, so `_reset_caches` is wrapped and `PausedTiers` compares them.
+can change. Usually the weights do not change; `_reset_caches` is wrapped so that `PausedTiers` can
+compare them.
 
 **Exit of the API server.** vLLM's engine process outlives a killed API server. It then serves no
 requests, but keeps its memory, its GPU and the lock on its pool, and the next server would start
@@ -126,7 +127,7 @@ def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_version(what: str, version: object) -> str:
-    """Return a valid name, or raise ConfigError. `what` is the argument or method with the name."""
+    """Return a valid name, or raise ConfigError. `what` is the argument or method that has it."""
     if not isinstance(version, str):
         raise ConfigError(what, version, "the name of the weights must be a string")
     if len(version) > _CHARACTERS_MAX:
@@ -283,13 +284,13 @@ def _connectors(connector: Any) -> Iterator[Any]:
 
 
 class PausedTiers:
-    """Keep both tiers over a pause or sleep in which the weights do not change.
+    """Keep both tiers across a pause or sleep in which the weights do not change.
 
-    The ranks' weights before the first look-up after the pause are compared, bit by bit, with the
-    weights before the first look-up after the last reset or start. This also detects a change that
-    bypasses vLLM. During the pause there are no look-ups or stores, so neither an update nor a
-    crash needs to invalidate chunks: the tag of chunks on disk names their weights. A copy from GPU
-    memory in progress invalidates both tiers, because sleep unmaps the memory.
+    A fingerprint of each rank's weights, taken before the first look-up after the last start or
+    reset, is compared with one taken before the first look-up after the pause. This also detects a
+    change that bypasses vLLM. During the pause there are no look-ups or stores, so neither an
+    update nor a crash needs to invalidate chunks: the tag of chunks on disk names their weights. If
+    a copy from GPU memory is in progress, both tiers are invalidated: sleep unmaps the memory.
     """
 
     def __init__(self, manager: Any) -> None:
@@ -297,7 +298,7 @@ class PausedTiers:
         #: Returns the ranks' fingerprints, or None if unknown. Set by `_paused_tiers`.
         self.read: Callable[[], list[str] | None] = lambda: None
         self.undecided = False  # whether the tiers are kept until the weights are compared
-        self.is_pausing = False  # whether a pause causes the present reset
+        self.is_pausing = False  # whether a pause causes the current reset
         self._is_read = False  # whether `_weights` has been read since the last reset
         self._weights: list[str] | None = None  # the weights of all chunks; None if unknown
         self._name = (b"", False)
@@ -307,8 +308,8 @@ class PausedTiers:
         return self.undecided or not self._is_read
 
     def keep(self, *, has_jobs: bool) -> bool:
-        """Return whether vLLM's present reset must not invalidate the tiers yet. With `has_jobs`,
-        vLLM awaits transfers."""
+        """Return whether vLLM's current reset must not invalidate the tiers yet. With `has_jobs`,
+        vLLM is waiting for transfers."""
         manager = self._manager
         if not self.is_pausing:
             self.give_up()  # the user requested the reset
@@ -341,7 +342,7 @@ class PausedTiers:
         return False
 
 
-#: The start of vLLM's name for its engine process; a number may follow.
+#: The beginning of the name of vLLM's engine process; a number can follow it.
 _ENGINE = "EngineCore"
 _LOOK_S = 1.0
 #: The time for an orderly exit, after which this process is killed.
@@ -384,7 +385,7 @@ def logged_in_one_line() -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class _Admission:
     """A request that got GPU blocks. `found` are the ids of blocks found in GPU memory. `loadable`
-    is the number of tokens found there and of tokens that we will load."""
+    is the number of tokens found there plus the number that we will load."""
 
     request: Any
     found: frozenset[int]

@@ -76,7 +76,7 @@ class SchedulerView:
 
     @property
     def tail_tokens(self) -> int:
-        """Return the tokens, fewer than a block's, to which vLLM rounds stored prompts, or 0."""
+        """Return the unit of tokens, below a block, to which vLLM rounds stored prompts, or 0."""
         config = self._scheduler.config
         return config.tokens_per_hash if config.supports_partial_tail else 0
 

@@ -51,9 +51,9 @@ _HEAD_SIZE = 8
 _PROMPT_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS + _BLOCK_TOKENS + 5
 _STORED_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS
 _ANSWER_TOKENS = 2
-#: The CPU tier and stream slots: too small for the chunks of three prompts.
+#: The size of the CPU tier and stream slots, too small for the chunks of three prompts.
 _STAGING_BYTES = 64 * KIB
-#: A limit only for hangs: a test takes less than 2 s on an idle machine.
+#: A limit that only a hanging test reaches: a test takes less than 2 s on an idle machine.
 _LIMIT_S = 20.0
 
 _running = False

@@ -2,7 +2,7 @@
 """Checks that refuse unsupported settings, platforms, parallel shapes and models.
 
 `precheck` runs before vLLM loads the model. Models are checked later, in the scheduler and in every
-worker, because vLLM's layout of the KV cache does not follow from a model's configuration.
+worker, because vLLM's layout of the KV cache cannot be derived from a model's configuration.
 
 vLLM runs the replicas of a dense model as independent engines, which know their own index but not
 the number of replicas. `precheck` writes the number into our configuration (`replicas`), which
@@ -45,7 +45,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     note_weights(vllm_config, extra)
     refuse_platform(current_platform)
     choose_policy(config.eviction_policy)
-    if not is_first:  # a repetition by vLLM in an engine that already uses memory and pool
+    if not is_first:  # vLLM repeats the call in an engine that already uses memory and pool
         return
     nodes = count_nodes(parallel)
     found = check_here(config, create=True, node_count=nodes, staging_key=staging_key)
@@ -151,11 +151,11 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
-    """Without prefix caching, warn about a model with only states, and refuse one with attention.
+    """Warn about a model with only states, and refuse one with attention, if prefix caching is off.
 
-    vLLM then keeps only one state, at a request's end. The block of the state covers the whole
-    context, so nothing is offloaded. With attention layers, vLLM's offloading would fail an
-    assertion, because it needs equal hash units.
+    vLLM then keeps only one state, at a request's end, and the block of this state covers the whole
+    context, so nothing is offloaded. If the model also has attention layers, vLLM's offloading
+    would fail an assertion, because it needs equal hash units.
     """
     specs = [spec for group in groups for spec in specs_of(group).values()]
     if all(getattr(spec, "mamba_cache_mode", "align") == "align" for spec in specs):

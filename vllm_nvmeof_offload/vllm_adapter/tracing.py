@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """OpenTelemetry spans of a request's loads, in the trace that vLLM's front end began.
 
-Only with `--otlp-traces-endpoint` does a request have the headers of its trace, and the engine's
-process a tracer, which exports in a separate thread.
+Without `--otlp-traces-endpoint`, requests have no trace headers, and the engine's process has no
+tracer. The tracer exports in a separate thread.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _FIELDS = (
 
 
 def trace_loads(headers: Any, records: Iterable[dict[str, Any]]) -> None:
-    """Add a span `kv_load` for each load that has ended.
+    """Add a `kv_load` span for each load that has ended.
 
     `headers` are the request's `trace_headers`, `records` are from `RequestLog.find`. A span begins
     when the request gets its GPU blocks, and ends when all chunks have an outcome.

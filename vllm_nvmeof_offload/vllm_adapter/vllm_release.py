@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The check whether a vLLM is supported, by its interface instead of its version.
+"""A check that a vLLM is supported, based on its interface instead of its version.
 
 vLLM's offloading interface changes between releases. A release that calls us with other parameters,
-or omits a call that we rely on, would silently give wrong tokens. Therefore vLLM must have all
+or omits a call that we rely on, could silently give wrong tokens. Therefore vLLM must have all
 capabilities that we use, and our classes must match its own; otherwise it is refused with an error
 that names the difference. No other code of the adapter checks a version: versions of builds from
 source mean little, and a new release may have all capabilities.
@@ -53,8 +53,9 @@ def unknown_version() -> str | None:
 def drops_connector_stats() -> bool:
     """Return whether vLLM's front end is in Rust, which drops a connector's statistics.
 
-    `vllm serve` starts it if a variable is set, which the engine inherits; `vllm-rs serve` is an
-    ancestor of the engine. The front end of an engine on another host cannot be detected.
+    If an environment variable is set, `vllm serve` starts this front end, and the engine inherits
+    the variable. `vllm-rs serve` is an ancestor of the engine. The front end of an engine on
+    another host cannot be detected.
     """
     import psutil
     from vllm import envs
@@ -181,7 +182,7 @@ def _only(name: str, *needs: str) -> Capability:
     return Capability(name, {"yes": needs})
 
 
-#: The enumeration with which vLLM expects the tier of loaded tokens.
+#: The enumeration whose members vLLM expects as sources of loaded tokens.
 HIT_SOURCES = _only("sources of loaded tokens", "vllm.v1.metrics.cache_hit_source:CacheHitSource")
 _WINDOW_CHUNKS = "get_sliding_window_size_in_chunks(kv_cache_spec, tokens_per_chunk)"
 #: vLLM's own function for the number of chunks that a window needs.

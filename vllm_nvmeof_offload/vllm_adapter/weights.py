@@ -14,8 +14,8 @@ another format. A **stamp** misses no change, but only on one machine: it is tak
 the weights, and compared afterwards. A **fingerprint** identifies every bit of the weights in
 memory, within one process.
 
-Some load formats read weights from other places; the chunks of these servers must not be adopted
-(`why_unknown`). vLLM's block hashes contain an adapter's name and path: an adapter that is
+Some load formats read weights from other places; chunks of those weights must not be
+adopted (`why_unknown`). vLLM's block hashes contain an adapter's name and path: an adapter that is
 unloaded, overwritten and loaded again has a new number but the same hashes (`Adapters`).
 """
 
@@ -173,7 +173,7 @@ def _ranges(fd: int, path: Path, size: int) -> list[_Range]:
 
 
 def _samples(size: int, generator: random.Random) -> list[_Range]:
-    """Return the ranges of the first and last samples and of one in each of 62 sections between.
+    """Return the ranges of 64 samples: one at each end, and one in each of 62 sections between.
     Places in sections are pseudo-random: a fixed stride could always hit one kind of tensor."""
     if size <= _SAMPLES * _SAMPLE_BYTES:
         return [(0, size)]
@@ -232,7 +232,7 @@ def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]
     return ranges
 
 
-#: The 8-byte words that are hashed at once: within a CPU's cache, or two arrays of 32 MiB on a GPU.
+#: The number of 8-byte words hashed at once: on a CPU within its cache, on a GPU in 2 × 32 MiB.
 _WORDS_AT_ONCE_CPU, _WORDS_AT_ONCE = 1 << 18, 1 << 22
 #: Odd 64-bit numbers with random-looking bits, as signed integers.
 _ODD, _ODDER = -0x61C8864680B583EB, -0x4B47D0C5E1A78715
@@ -368,7 +368,7 @@ def _unknown_format(load: Any, foreign_code: Collection[str]) -> str:
     if name == "dummy":
         return "the weights are dummies"
     if name not in FILE_FORMATS:
-        return f"load format {name} may read weights from elsewhere, not from the model's files"
+        return f"load format {name} may read weights from files other than the model's"
     if name in foreign_code:
         return f"load format {name} has a loader that is not vLLM's own"
     options = load.model_loader_extra_config

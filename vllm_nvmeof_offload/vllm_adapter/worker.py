@@ -34,7 +34,7 @@ from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import Transfer, TransferPipeline
 
-#: The most pieces that the model's thread submits itself, which takes the driver about 0.2 ms.
+#: The most pieces that the model's thread submits itself. The driver takes about 0.2 ms for them.
 _START_PIECES_MAX = 256
 
 
@@ -187,7 +187,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._requests.update(requests)
 
     def take_invalid_blocks(self) -> set[int]:
-        """Return GPU blocks that finished loads did not fill, if vLLM can resume from them."""
+        """Return GPU blocks that finished loads did not fill; empty if vLLM cannot resume there."""
         taken, self._invalid_blocks = self._invalid_blocks, {}
         return set().union(*taken.values())
 
@@ -197,7 +197,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             self._failed_requests.discard(request)
 
     def take_failed_requests(self) -> set[str]:
-        """Return requests to recompute: finished loads did not fill all of their blocks."""
+        """Return requests to recompute, because finished loads did not fill all of their blocks."""
         taken, self._failed_requests = self._failed_requests, set()
         return taken
 
