@@ -839,7 +839,7 @@ def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
 
 
 def is_container_layer(target: str) -> bool:
-    """Return whether `target` is in the container's own layer, which is deleted with it."""
+    """Return whether `target` is in the container's own layer, deleted with the container."""
     return _file_system(str(existing(Path(target)))) == "overlay"
 
 

@@ -60,8 +60,8 @@ def errors_of(error: ConfigError) -> tuple[ConfigError, ...]:
 
 
 def install_extra(extra: str) -> str:
-    """Return the command that installs the packages of an extra. The command names these packages,
-    because this package is in no package index."""
+    """Return the command that installs the packages of an extra. The command names the packages
+    instead of the extra, because this package is in no package index."""
     import importlib.metadata  # here, because it imports sockets, which the core does not need
 
     try:

@@ -218,7 +218,7 @@ class Staging:
 
 
 def _limited(on_progress: _Progress, is_large: bool) -> _Progress:
-    """Limit `on_progress` to one call per second, or to no call unless `is_large`."""
+    """Limit `on_progress` to one call per second; without `is_large`, never call it."""
     reported_s = time.monotonic()
 
     def report(done: int, total: int) -> None:
