@@ -202,7 +202,7 @@ def check_pool(targets: list[str], pool: str | int) -> Finding:
         taken = [sum(disk_bytes(one.path) for one in some) for some in ours]
         evidence = str(refusal)
         if live := sum(taken) - sum(held):
-            evidence += f"; pools of running servers ({format_bytes(live)}) do not count"
+            evidence += f"; pools of running servers ({format_bytes(live)}) are not counted"
             with contextlib.suppress(ConfigError):
                 check_space(settings, taken)
                 return warning("pool_space", evidence, "none if that is the planned server's pool")

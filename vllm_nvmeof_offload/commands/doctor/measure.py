@@ -126,7 +126,7 @@ def _pool(target: str) -> Iterator[Pool]:
             )
         )
     finally:
-        # Delete the files while they are open: they disappear with this process.
+        # Delete the files while they are open, so that they disappear when this process exits.
         shutil.rmtree(directory, ignore_errors=True)
     try:
         if pool.slots < SLOTS:

@@ -166,7 +166,7 @@ def _with_text(state: OwnerState) -> dict[str, Any]:
 
 
 def occupancy(surveyed: Surveyed) -> dict[str, int]:
-    """Count slots by their entry's state; {} without a superblock. Raises PoolError."""
+    """Count slots by the state of their entry; return {} without a superblock. Raises PoolError."""
     if surveyed.superblock is None:
         return {}
     with offline.open_rank(surveyed) as rank:

@@ -62,7 +62,7 @@ def parse_link(text: str) -> Link:
         generation, lanes = map(int, pcie.groups())
         rate = lanes * _PCIE.get(generation, 0) / 8 if lanes in _LANES else 0
     elif network and "B/s" not in name:
-        # Only here does case matter: 100Gb/s is in bits, 12.5GB/s in bytes.
+        # Case matters only here: 100Gb/s is in bits, 12.5GB/s in bytes.
         rate = float(network.group(1)) * 1e9 / 8
     else:
         with contextlib.suppress(ValueError):

@@ -139,7 +139,7 @@ class KvSizes:
 
     @property
     def boundary_tokens(self) -> int:
-        """Return the default tokens between two lasting boundaries; 0 if no group needs one."""
+        """Return the default number of tokens between lasting boundaries; 0 if none are needed."""
         unit = math.lcm(self.unit_tokens, *(group.block_tokens for group in self.plan.groups))
         return automatic(self.groups(), unit)
 
@@ -213,7 +213,7 @@ class KvSizes:
         return blocks * self.block_bytes()
 
     def session_slots(self, context_tokens: int, stage: int | None = None) -> list[SessionSlots]:
-        """Return one rank's slots for a session, including its last boundary, by group."""
+        """Return one rank's slots, by group, for a session and the session's last boundary."""
         groups, end = self.groups(stage), context_tokens - context_tokens % self.unit_tokens
         stride = slot_stride_bytes(max(one.payload_bytes for one in groups))
         slots = []

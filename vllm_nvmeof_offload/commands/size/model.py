@@ -317,7 +317,7 @@ def _presets() -> dict[str, Config]:
 def read_model(path: Path, weights: Weights | None = None) -> ModelShape:
     """Return the model in `path`, which is a config.json or its directory.
 
-    If `weights` is None, the size is read from the directory's index or estimated. Raises
+    If `weights` is None, the weights' size is read from the directory's index or estimated. Raises
     ConfigError for an unreadable file or a model that cannot be sized.
     """
     file = path / "config.json" if path.is_dir() else path

@@ -95,7 +95,7 @@ class SizeReport:
 
 
 def build(model: ModelShape, deployment: Deployment) -> SizeReport:
-    """Size `model` on `deployment`. Raises ConfigError for GPUs that are not whole engines."""
+    """Size `model` on `deployment`. Raises ConfigError if the GPUs do not form whole engines."""
     ranks = deployment.ranks
     if deployment.gpus % ranks:
         up = -(-deployment.gpus // ranks) * ranks
