@@ -162,7 +162,7 @@ def register_loaded() -> None:
 
 # -- completing the configuration ---------------------------------------------------------
 
-#: The fields of vLLM's `KVTransferConfig`, and its field for our keys.
+#: The fields of vLLM's `KVTransferConfig`, and the one that contains our keys.
 TRANSFER_FIELDS = (
     *("kv_connector", "engine_id", "kv_buffer_device", "kv_role", "kv_port"),
     *("kv_connector_extra_config", "kv_connector_module_path", "enable_permute_local_kv"),

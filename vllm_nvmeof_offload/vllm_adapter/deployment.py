@@ -42,7 +42,7 @@ from vllm_nvmeof_offload.vllm_adapter.weights import (
 _SEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
 #: Keys of a model's configuration that describe its origin, not its content.
 _INCIDENTAL_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
-#: RoPE types with factors that, for *all* positions, depend on the maximum length.
+#: RoPE types whose factors at *all* positions depend on the maximum length.
 _LENGTH_DEPENDENT_ROPE = ('"longrope"', '"su"')
 #: Environment variables that affect weights, media or a block's bytes, and are in no field.
 _VARIABLES = (

@@ -287,6 +287,6 @@ def keep_boundaries(
         interval = kept_every(groups, unit, every)
         kv_cache_config.prefix_cache_retention_interval = interval
         vllm_config.cache_config.prefix_cache_retention_interval = interval
-    # None: vLLM offers all windows, and the states that it keeps.
+    # With None, vLLM offers all windows, and the states that it keeps.
     scheduler.config = scheduler.config._replace(retention_interval=None)
     return every

@@ -352,7 +352,7 @@ _watching = False
 
 
 def end_with_parent() -> None:
-    """Make this process exit with its parent process, if it is vLLM's engine."""
+    """Make this process, if it is vLLM's engine, exit when its parent process exits."""
     global _watching
     parent = multiprocessing.parent_process()
     if _watching or not multiprocessing.current_process().name.startswith(_ENGINE):

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _PREFIX = "vllm.nvmeof."
-#: Fields of a `LoadRecord` that become attributes of its span, with `_PREFIX`.
+#: Fields of a `LoadRecord` that become attributes of its span, prefixed with `_PREFIX`.
 _FIELDS = (
     *("cpu_tokens", "pool_tokens", "shared_tokens", "failed_tokens"),
     *("was_cut_off", "saved_seconds"),

@@ -241,8 +241,8 @@ _ODD, _ODDER = -0x61C8864680B583EB, -0x4B47D0C5E1A78715
 def weights_fingerprint(worker: Any) -> str:
     """Return 64 hex digits that identify the weights in this rank's memory, or "" if unknown.
 
-    All parameters and buffers of vLLM's `worker` and of its drafter count. A change of one 8-byte
-    word always changes the result; other changes do unless two 64-bit sums collide.
+    All parameters and buffers of vLLM's `worker` and of its drafter are included. A change of one
+    8-byte word always changes the result; other changes do so unless two 64-bit sums collide.
     """
     import torch
 

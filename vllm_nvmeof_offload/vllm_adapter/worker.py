@@ -125,7 +125,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._runner.wait(ops)
 
     def sleep(self) -> None:
-        """Do not touch the KV cache's memory, which vLLM will unmap, until `wake`."""
+        """Stop using the KV cache's memory, which vLLM will unmap, until `wake` is called."""
         self.wait(set(self._ops))
         self._parts.copy.asleep = True
 
