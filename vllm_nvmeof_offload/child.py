@@ -82,7 +82,7 @@ def accompany(work: Callable[[int], None]) -> None:
 
 #: The longest wait for a stopped process to exit; a process blocked in the kernel exits later.
 _END_S_MAX = 0.5
-#: The longest wait for the thread to end, over `_END_S_MAX`; only a hanging start takes longer.
+#: The longest wait for the thread, above `_END_S_MAX`; it ends later only if a start hangs.
 _STOP_S_MAX = 2.0
 
 
@@ -102,8 +102,8 @@ class Companion:
         """Start the process after `first_s`, and again `restart_s` after each exit.
 
         `what` names the process in the log. `fd` refers to shared memory; the process gets a
-        duplicate as the last argument of `command`. The result of `lines` is written to its
-        input at the start and then every `lines_s` (None: never again), unless the pipe is full.
+        duplicate as the last argument of `command`. The result of `lines` is written to the
+        process's input at start and every `lines_s` (None: never again), unless the pipe is full.
         """
         self._what, self._command, self._restart_s = what, command, restart_s
         self._lines, self._lines_s, self._first_s = lines, lines_s, first_s

@@ -229,9 +229,8 @@ class OffloadConfig(BaseModel):
         "of the targets' free space, whichever is less; at most 1 GiB in a container's own layer.",
         ge=0)
     allow_root_file_system: bool = _flag(
-        False, "Accept targets on the root file system. false: refuse such targets, so that a pool "
-        "cannot fill the root file system when its target's own file system is not mounted. The "
-        "default target is always accepted.")
+        False, "Accept targets on the root file system, which a pool would fill if the target's "
+        "own file system is not mounted. The default target is always accepted.")
     chunk_bytes_min: _Size = _key(
         512 * KIB, "bytes", _SIZE_TO_GIB,
         "Smallest chunk size on one rank, from 4 KiB to 1 GiB; a chunk has at most 256 tokens. "

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 #: The size of the big-endian group id at the end of an offload key.
 GROUP_ID_BYTES = 4
-#: The largest number of ranks in a set of equal ranks.
+#: The largest number of ranks in a set that holds equal bytes.
 SET_SIZE_MAX = 64
 
 

@@ -60,7 +60,7 @@ class Urgency(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SlotIdentity:
-    """The chunk that a slot must hold. Every copy, read and write specifies one."""
+    """The chunk that a slot must hold. Every copy, read and write specifies an identity."""
 
     key: bytes
     generation: int
