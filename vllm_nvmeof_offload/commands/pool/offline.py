@@ -139,7 +139,7 @@ class OfflineRank:
         return share_tag(self.superblock.keyspace)
 
     def wanted(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Wanted:
-        """Return the values that slot `index` must prove for `identity`. `tag` None: `self.tag`."""
+        """Return what slot `index` must prove for `identity`; `tag` defaults to `self.tag`."""
         # For a key of an unknown group, use a length that no chunk has.
         length, place = self.superblock.length_of(identity.key), self.superblock.place(index)
         return identity, -1 if length is None else length, place, tag or self.tag
@@ -388,7 +388,7 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
         with contextlib.suppress(OSError):
             engine.rmdir()
         with contextlib.suppress(OSError):
-            # Remove the keyspace's directory if it has only our file.
+            # Remove the keyspace's directory if it contains only our file.
             if os.listdir(facts.parent) == [FACTS_FILE] and _is_file(facts):
                 facts.unlink()
             facts.parent.rmdir()

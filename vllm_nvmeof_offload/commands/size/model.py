@@ -41,7 +41,7 @@ _NOT_SIZED = {
     "layer_group_size": "linear attention in groups of layers",
 }
 _STATE_KEYS = ("mamba_", "ssm_", "linear_num_", "linear_attn_", "conv_L_")
-#: The bytes of a quantized parameter; 32 4-bit values share one 8-bit scale.
+#: The bytes of a quantized parameter. In mxfp4, 32 values of 4 bits share one 8-bit scale.
 _QUANTIZED_BYTES = {"fp8": 1, "mxfp4": (4 + 8 / 32) / 8}
 #: The bytes of one element, by the dtype names that models and vLLM use.
 DTYPES = {
@@ -477,7 +477,7 @@ def _layers(text: Config, layers: int) -> list[tuple[str, int]]:
 
 
 def _compressed(ratios: list[int], sources: list[int] | None) -> list[tuple[str, int]]:
-    """List the caches of V4 or, with `sources`, V4.1. Ratio 0: only a window."""
+    """List the caches of V4 or, with `sources`, V4.1. With ratio 0, a layer has only a window."""
     found = []
     for layer, ratio in enumerate(ratios):
         if sources:

@@ -303,7 +303,7 @@ def _notes_on_advice(
 
 
 def ratio_range(deployment: Deployment) -> tuple[float, float]:
-    """Return the least and most prefill nodes per decode node; no ratio fits if least > most."""
+    """Return the lowest and highest ratio of prefill to decode nodes; if low > high, none fits."""
     gpus, links = deployment.node_gpus, deployment.node_storage_links
     rate = parse_link(deployment.node_link).total_bytes_per_s
     memory = deployment.node_memory_bytes_per_s / (links * rate)
