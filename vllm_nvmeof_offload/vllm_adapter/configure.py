@@ -239,7 +239,7 @@ def _is_ours(vllm_config: Any) -> bool:
 
 
 def complete(vllm_config: Any) -> None:
-    """Complete a configuration with our connector's names. Raises ConfigError to refuse it."""
+    """Complete a configuration with our connector's names. Raises ConfigError if it is refused."""
     from vllm.config import KVTransferConfig
 
     vllm_release.refuse_different()

@@ -178,7 +178,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return bool(self._reports)
 
     def take_reports(self) -> tuple[list[Report], Counts]:
-        """Return the reports that `get_finished` collected, so none precedes its job's end."""
+        """Return the reports that `get_finished` collected: none precedes the end of its job."""
         taken = self._reports, self._counters
         self._reports, self._counters = [], Counts()
         return taken
