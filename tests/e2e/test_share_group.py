@@ -68,7 +68,7 @@ def test_each_holds_its_regions_by_a_lease_of_its_name(a: Server, b: Server, poo
     for server, engine, name in ((a, 0, "a"), (b, 1, "b")):
         page = lease_in(pool, engine)
         assert (page.name, page.is_free, page.generation) == (name, False, 1)
-        assert f"holds its pool by lease as {name};" in server.log()
+        assert f"holds the lease on its pool as {name};" in server.log()
         (superblock,) = map(read_superblock, pool.glob(f"*/engine-{engine}/rank-0"))
         assert superblock is not None and superblock.is_leased
         assert superblock.lease_generation == 1

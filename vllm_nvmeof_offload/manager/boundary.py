@@ -18,7 +18,8 @@ Has = Callable[[Sequence[bytes]], bytes]  # returns a byte per key: 1 if the key
 _HIT = b"\1"
 _ASKED_FIRST = 16  # the number of chunks in the first query; small, because most prefixes end early
 SPARSE = (GroupKind.WINDOW, GroupKind.STATE)  # kinds with chunks useful only at boundaries
-#: The most bytes of a boundary's windows and states, as a share of those stored since the last one.
+#: The most bytes of a boundary's windows and states, as a share of all bytes stored since the
+#: previous boundary.
 _COST_SHARE = 0.5
 _BOUNDARY_TOKENS_MIN = 1024
 

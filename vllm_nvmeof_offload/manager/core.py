@@ -242,7 +242,7 @@ class ManagerCore:
         return self._tiers.present(keys, sources)
 
     def find(self, keys: Sequence[bytes], tokens: int = 0) -> Find:
-        """Return the bytes and tokens of a load of `keys`, all of which a look-up has just found.
+        """Return the size in bytes and tokens of a load of `keys`, all just found by a look-up.
         `tokens` is the number of tokens that they cover; 0 for whole full-attention chunks."""
         leading, read_bytes = self._tiers.weigh(keys, self._lane_bytes)
         if self.config.full_attention_only:
@@ -267,7 +267,7 @@ class ManagerCore:
         key may appear twice."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.touch(keys, ended=True)
-        self._tiers.drain()  # write chunks that other engines have dropped
+        self._tiers.drain()  # write chunks that other engines no longer have
 
     # -- store ------------------------------------------------------------------------
 
@@ -431,13 +431,13 @@ class ManagerCore:
     ) -> tuple[int, int, int]:
         """Return the number of `tokens` that a load takes from each `Source`, in the enum's order.
         `ends` is as in `prepare_store`. A token with chunks in several sources counts for the last
-        source. Evicted chunks cover no tokens, and windows may not cover all."""
+        source. Evicted chunks cover no tokens, and windows may not cover all tokens."""
         return self._tiers.tokens_by_source(batch, tokens.start, tokens.stop, ends)
 
     # -- other engines' chunks --------------------------------------------------------
 
     def _attach(self) -> None:
-        """Make the ranks open the regions that the next commands are the first to name."""
+        """Make the ranks open the regions that the next commands name for the first time."""
         assert self._foreign is not None
         for owner, engine_index, pool_uuid in self._foreign.take_attachments():
             op = self._ledger.open(OpKind.ATTACH)
@@ -667,7 +667,7 @@ class ManagerCore:
         return self._tiers.moved_bytes // self.config.key_bytes
 
     def take_changes(self) -> list[Change]:
-        """Take the oldest changes of the tiers' contents, in order, up to the limit of a step.
+        """Take the oldest changes of the tiers' contents, in order, up to the limit per step.
 
         A chunk is in the CPU tier once its copy is complete on every rank, and in the pool once its
         write is complete. It can be in both. Applied in order, the changes reproduce the index;

@@ -25,9 +25,9 @@ class EvictionPolicy(Protocol):
     """The order in which evictable slots are evicted.
 
     The constructor gets `used`, a read-only view of one integer per slot: the time of its last use,
-    which the manager updates. Every use of any slot advances the time. A slot may be admitted again
-    with any value. The CPU tier and each target get their own policy, with at least one slot, at
-    the start and after each reset. Initially all slots are withdrawn.
+    which the manager updates. Every use of any slot advances the time. A slot can be admitted again
+    with any value of `used`. The CPU tier and each target get their own policy, with at least one
+    slot, at the start and after each reset. Initially all slots are withdrawn.
     """
 
     def admit(self, slot: int) -> None:

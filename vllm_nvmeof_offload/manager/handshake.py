@@ -55,7 +55,7 @@ class CoreConfig:
 
     `world_size` is the number of ranks that report. `key_bytes` is the length of an offload key:
     vLLM's block hash and four bytes of the group's number. `groups` are the offloaded KV cache
-    groups, by position. A chunk is stored on sighting number `store_threshold`. `eviction_policy`
+    groups, by position. A chunk is stored at its `store_threshold`-th sighting. `eviction_policy`
     is the configured name, for the start line; the core gets the policy separately. `credit_share`
     states how much longer a reused chunk is kept (`Recency`); 0 is plain LRU. With `ON_EVICTION`,
     at least `clean_share` stays free or evictable without loss. With `kv_events`, changes are
@@ -94,8 +94,9 @@ class CoreConfig:
         object.__setattr__(self, "full_attention_only", only)
 
     def tokens_in(self, slots: int, set_sizes: Sequence[int] = ()) -> int:
-        """Return the tokens that these slots hold, without windows and states. `set_sizes` is, by
-        group, the number of ranks that share one copy of a chunk; empty if each rank has its own.
+        """Return the number of tokens in these slots, without windows and states. `set_sizes` is,
+        by group, the number of ranks that share one copy of a chunk; empty if each rank has its
+        own.
         """
         dense = self._dense or (self.groups[leading(self.groups)],)
         sizes = [set_sizes[self.groups.index(group)] if set_sizes else 1 for group in dense]
@@ -111,7 +112,7 @@ class CoreConfig:
 
     @property
     def _dense(self) -> tuple[Group, ...]:
-        """The groups of which every chunk is stored."""
+        """The groups whose chunks are all stored."""
         kinds = (GroupKind.FULL, GroupKind.LOCAL)
         return tuple(group for group in self.groups if group.kind in kinds)
 

@@ -13,7 +13,8 @@ A request leaves when it starts, when its load is planned, or when it ends. Chun
 request wants are then released, and their fetches cancelled. The work per step is bounded.
 
 Native code (native/tiers/holds.h) iterates over a request's chunks. Python only asks which leading
-chunks are in GPU memory: vLLM's look-up ends at the first that is not, so later ones are loaded.
+chunks are in GPU memory: vLLM's look-up there ends at the first missing chunk, so later ones are
+loaded.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _ENDS = ("used", "wasted", "cancelled", "failed", "probe")
 _ROOM_SHARE = 0.125  # the share of slots that stays evictable, so that new chunks find room
 _PATIENCE_S = 5.0  # shorter requests do not overtake a preempted request that has waited this long
 _LOOK_AGAIN_S = 0.05  # the interval between checks for chunks in GPU memory
-#: The most chunks that one `turn` examines. This takes about 1 ms; bytes limit the fetches first.
+#: The most chunks that one `turn` examines, in about 1 ms. Bytes limit the fetches earlier.
 LOOKS_MAX = 4096
 #: The most queries to vLLM about chunks in GPU memory: per `turn`, and per request.
 _QUESTIONS_MAX, _QUESTIONS_OF_ONE_MAX = 256, 64

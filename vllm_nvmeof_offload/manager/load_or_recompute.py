@@ -10,10 +10,10 @@ include those that other loads will read there. While a rate is unknown, everyth
 
 The slowness is the smoothed ratio of the loads' time to their predicted time. It is below 1 if
 peers read for us, or if loads overlap with other requests' prompts. A load that takes longer than
-computing can only raise it, at once if the load was cut off, because the rest would have taken even
-longer. Any other load can only lower it: a load slower than predicted does no harm while it is
-faster than computing. Once loading is slower than computing, the pool is declined until loading is
-faster by the factor `_HYSTERESIS`.
+computing can only raise it. If the load was cut off, it raises the slowness to the full ratio at
+once, because the rest would have taken even longer. Any other load can only lower it: a load slower
+than predicted does no harm while it is faster than computing. Once loading is slower than
+computing, the pool is declined until loading is faster by the factor `_HYSTERESIS`.
 
 A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that no request
 has to wait to find out that the pool has recovered. A successful probe lowers the slowness towards
@@ -41,8 +41,8 @@ _HYSTERESIS = 1.25  # prevents noise from changing the decision with each reques
 _NEWEST = 1 / 2  # the weight of a load in the slowness, and of a probe if trust allows it
 _SLOWNESS_MIN = 0.5  # loads that overlap with prompts for a while will not always do so
 _SLOWNESS_LOST = 16.0  # the slowness of a load that did not complete and had no prediction
-#: With the least trust, hundreds of probes separate two loads that are cut off after twice their
-#: computing time. Such loads then cost a few percent of all computing.
+#: At this trust, hundreds of probes lie between two loads that are cut off after twice their
+#: computing time, so such loads cost a few percent of all computing.
 _TRUST_MIN = 1 / 512
 #: A load is cut off after this many times the time to compute its chunks and one step, but not
 #: before `_LIMIT_S_MIN`. A load begins when the step that carries it ends, and is reported with a

@@ -7,7 +7,7 @@ have not moved; no load of one has begun (vLLM delays a request that asks for su
 keys at which the groups' look-ups stopped still miss.
 
 If admission declines the pool, the request is looked up again in the CPU tier only, and this second
-answer is cached too. vLLM's own state of the request is that of the last real look-up.
+answer is cached too. vLLM's own state of the request is the one left by the last real look-up.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ Ask: TypeAlias = Callable[[Question], Answer]  # vLLM's own look-up of a request
 @dataclass(slots=True)
 class _LookedUp:
     """A request between its first look-up and its GPU blocks. `answers` is by set of sources,
-    `last` is the last real look-up's question, `boundary` the number of tokens up to the last hit's
-    end."""
+    `last` is the question of the last real look-up, and `boundary` is the number of tokens up to
+    the end of the last hit."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
     last: Question | None = None
@@ -98,7 +98,7 @@ class _LookedUp:
 
 
 class RequestLookUps:
-    """The look-ups of all requests, on the scheduler's thread. `offered` is called with each
+    """The look-ups of all requests. Used on the scheduler's thread. `offered` is called with each
     look-up's outcome: (request, local tokens, tokens to load). `helpers_of` is as in `LoadCommand`.
     """
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 #: and four times as many in total; otherwise decodes or the step's fixed cost dominate its time.
 _DECODE_TOKENS_MAX = 16
 _KEPT = 0.8  # the factor by which the weight of older samples decays with each new sample
-#: The least standard deviation of depths to fit a slope, as a share of the most tokens in a step.
+#: The least standard deviation of depths for which a slope is fitted, as a share of the most tokens
+#: in a step.
 _DEPTHS_APART = 0.25
 _SLOPE_SHARE_MAX = 0.9  # the largest share of a token's time attributed to earlier tokens
 _AHEAD_MAX = 8  # the most steps between scheduling and output; beyond this, outputs were missed

@@ -122,10 +122,10 @@ class RequestLog:
                 self._starts.popitem(last=False)
 
     def find(self, request_id: str | None) -> list[dict[str, Any]]:
-        """Return the records of a request, oldest first, or the newest record for None. In its
-        answer, vLLM appends a number and random digits to the id; several answers (`n`) also get a
-        number and "_" in front. If no record has exactly this id, records of such longer ids are
-        returned."""
+        """Return the records of a request, oldest first, or the newest record for None. vLLM
+        appends a number and random digits to the id that its answer shows, and puts a number and
+        "_" in front if there are several answers (`n`). If no record has exactly the given id, the
+        records of these longer ids are returned."""
         name = (request_id or "")[:_ID_CHARS_MAX]
         with self._lock:
             exact = self._starts.get(name) if name else None

@@ -109,7 +109,7 @@ _LOG_PERIOD_S = 60.0  # the minimum interval between two log lines on suspended 
 
 
 class WaitingRequests:
-    """The waiting requests, on the scheduler's thread."""
+    """The waiting requests. Used on the scheduler's thread."""
 
     def __init__(
         self, core: ManagerCore, queue: Queue, clock: Callable[[], float] = time.monotonic
@@ -195,7 +195,8 @@ class WaitingRequests:
         self._core.request_log.started(request_id, start)
 
     def _beyond(self, request_id: str, found: int) -> int:
-        """Return the tokens found after the boundary, without windows or states to resume from."""
+        """Return the number of tokens found beyond `found`, the last boundary with windows and
+        states."""
         limit, keys_by_group = self._num_tokens(request_id), self._queue.keys_of(request_id)
         if keys_by_group is None:
             return 0
@@ -218,7 +219,7 @@ class WaitingRequests:
             self._helpers.pop(request_id, None)
         # The last chunks of ended requests are stored in this step.
         self._ended = set(scheduler_output.finished_req_ids or ())
-        # Preempted requests first, because a reset between two steps may preempt a request that
+        # Preempted requests first, because a reset between two steps can preempt a request that
         # this step runs or loads again.
         for request_id in scheduler_output.preempted_req_ids or ():
             self.look_ups.end(request_id)

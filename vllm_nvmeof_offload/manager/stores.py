@@ -30,7 +30,7 @@ _FORGET_BATCH = 1024
 
 
 class StoreThreshold:
-    """A counter of sightings: a chunk is stored on its n-th, as with vLLM's own `store_threshold`.
+    """A counter of sightings. A chunk is stored at its n-th, as with vLLM's own `store_threshold`.
 
     A sighting is one offer to store a chunk (`prepare_store`). vLLM makes one per request for each
     of its chunks, whether it computed the chunk or found it in GPU memory. Look-ups and a request's
@@ -67,7 +67,7 @@ class StoreThreshold:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """The chunks of one request to store. `ends` are the request's tokens up to each chunk's end,
+    """The chunks to store for one request. `ends` are the request's tokens up to each chunk's end,
     and `positions` are the positions of the chunks' groups."""
 
     keys: list[bytes]
@@ -88,9 +88,9 @@ class _Request:
 
 
 class BoundaryStores:
-    """The choices for all requests. `supersede` and `keep` are the core's. `groups` must include
-    windows or states. `every_tokens` is the distance between lasting boundaries, a multiple of
-    every group's chunk. A prompt or shared prefix is stored up to its last multiple of
+    """The choices for all requests. `supersede` and `keep` are methods of the core. `groups` must
+    include windows or states. `every_tokens` is the distance between lasting boundaries, a multiple
+    of every group's chunk. A prompt or shared prefix is stored up to its last multiple of
     `tail_tokens` (unless 0), even within a chunk."""
 
     def __init__(

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks' verdicts on targets and the targets' measured rates, which decide to which target each
-chunk is written. Pure.
+"""The ranks' verdicts on targets and the targets' measured rates, which determine the target of
+each write. Pure.
 
 The choice itself runs per chunk in `native/tiers/tiers.cpp` (`choose`). A target whose queue takes
 more than twice as long as the shortest queue gets no writes. Among the others, a target with a free

@@ -169,7 +169,7 @@ def start_line(
     if reasons:
         parts.append(f"NOTHING IS ADOPTED: {'; '.join(reasons)}")
     if first.lease_name:
-        parts.append(f"holds its pool by lease as {_by_rank(hellos, 'lease_name')}")
+        parts.append(f"holds the lease on its pool as {_by_rank(hellos, 'lease_name')}")
     if alone is not None:
         of = f"group {group}" if group else "this host"
         loads = f"loads chunks stored by other servers of {of}"
@@ -237,8 +237,8 @@ _FAILED = {
 
 class FailureLog:
     """The log of failed operations: the first of a kind at once, then at most one line per minute.
-    A kind is an operation, an outcome and a target. Each line counts the chunks since the last line
-    of its kind. `targets` are directories. Cancelled operations are not logged."""
+    A kind is an operation, an outcome and a target. Each line counts the chunks that failed since
+    the last line of its kind. `targets` are directories. Cancelled operations are not logged."""
 
     def __init__(
         self, core: ManagerCore, targets: Sequence[str], clock: Callable[[], float] = time.monotonic

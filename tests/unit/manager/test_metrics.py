@@ -199,7 +199,7 @@ def test_the_start_line_names_who_shares_and_who_leases(alone: str, group: str, 
     assert start_line(hellos(2), core, alone, group).endswith(f"; {said}")
     leased = [replace(one, lease_name="host-a") for one in hellos(2)]
     parts = start_line(leased, core, alone, group).split("; ")
-    assert parts[-2:] == ["holds its pool by lease as host-a", said]
+    assert parts[-2:] == ["holds the lease on its pool as host-a", said]
 
 
 # -- failures as log lines ----------------------------------------------------------------
