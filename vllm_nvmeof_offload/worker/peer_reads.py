@@ -7,7 +7,7 @@ chunks. Nothing waits for a peer, and all peers are optional. Without NIXL and R
 chunks in messages. Without the messaging libraries, no peer is used, and this is logged once.
 
 The peer server's thread requests reads for peers, and the machine starts them after the reads that
-local loads wait for. A peer may request anything, so a read is passed to the machine only if its
+local loads wait for. A peer can request anything, so a read is passed to the machine only if its
 region is open here, it fits the region, and it is for our current weights.
 """
 
@@ -128,7 +128,7 @@ class Peering:
         """Pass the peers' current states and the completed copies to the machine."""
         for ticket, _ in self._peers.landing.poll():
             machine.landed(self._landing.pop(ticket))
-        for end in self._port.poll():  # before the states, so that they show lost peers
+        for end in self._port.poll():  # before the states, which then include lost peers
             self._ends[end.token] = end
         for lane, known in enumerate(self._known):
             state = self._port.state(lane)

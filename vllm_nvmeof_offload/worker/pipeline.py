@@ -69,10 +69,10 @@ Transfer: TypeAlias = tuple[
     int, bool, ChunkBatch, npt.NDArray[np.int32], Sequence[int], Sequence[int]
 ]
 
-#: The bytes in flight that saturate a target: 100 Gb/s × 0.6 ms. A single operation never does.
+#: The bytes in flight that saturate a target: 100 Gb/s × 0.6 ms. One operation is never enough.
 _SATURATING_BYTES = 8 * MIB
-#: A new local load waits for the reads that its target has already started for peers. This many
-#: bytes keep a target busy that reads 10 GB/s with a latency of 400 µs.
+#: A new local load waits for the reads that its target has already started for peers. This limit on
+#: their bytes still keeps busy a target that reads 10 GB/s with a latency of 400 µs.
 _SERVED_BYTES = 4 * MIB
 _SATURATING_OPS_MIN = 2
 _KINDS = tuple(OpKind)  # the kinds of operations, indexed by their numbers in the native machine
@@ -295,7 +295,7 @@ class TransferPipeline:
         self._submit_copies()
 
     def submit_copies(self) -> bool:
-        """Submit the copies that are ready. Return whether a row was decided: then call `step`."""
+        """Submit the ready copies. Return whether a row was decided; if so, call `step`."""
         self._submit_copies()
         return self._machine.to_report > 0
 
@@ -549,7 +549,7 @@ def _machine_options(
 _WAIT_S_MAX = 1.0  # the longest wait for an event or a deadline
 
 #: The longest time for which Python lets a busy thread keep the interpreter lock. A load wakes the
-#: pipeline's thread a few times, and each time waits this long while the engine computes.
+#: pipeline's thread a few times, and can wait this long each time while the engine computes.
 _SWITCH_S_MAX = 0.0005
 
 
@@ -560,8 +560,8 @@ class PipelineRunner:
     results. It blocks only in `wait`, for copies that must complete before vLLM continues. Other
     threads may call only `hand_over`.
 
-    The pipeline's thread holds a lock on the pipeline except while it waits. Meanwhile, the model's
-    thread can start a load itself (`start`), without waking the pipeline's thread.
+    The pipeline's thread holds a lock on the pipeline except while it waits. During such a wait,
+    the model's thread can start a load itself (`start`), without waking the pipeline's thread.
     """
 
     def __init__(

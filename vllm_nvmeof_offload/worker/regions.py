@@ -9,7 +9,7 @@ A region is usable if its superblock equals ours except for uuid, slots, targets
 a reset changes. On rank 0, its uuid must also be the one that the follower saw. Each read verifies
 the rest (docs/protocol.md, rule 6).
 
-A lost target may return with another file system, and the old one cannot be mounted again while
+A lost target can return with a different file system, and the old one cannot be mounted again while
 files on it are open. So the files of regions on a lost target are closed, and the files of all
 owners are reopened when a target returns.
 """
@@ -44,7 +44,7 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.targets.health import Verdict
 
 _OPENING_MAX = 64  # the most attaches in progress; more fail with EAGAIN
-_OPENERS = 8  # threads that open files, and so the most opens that can hang
+_OPENERS = 8  # threads that open files, which also limits the opens that can hang
 #: Numbers for owners that only peers have named, above those that the follower assigns.
 _UNNAMED_OWNERS = range(OWNERS_MAX + 1, 1 << 15)
 _UNUSED_S = 60.0  # the time without a request after which the files of such an owner are closed
@@ -102,7 +102,7 @@ class Regions:
         self._attachments = [0] * target_count
         self._unnamed: dict[int, int] = {}  # owners that only peers have named, by engine
         self._asked_s: dict[int, float] = {}  # when such an owner was last requested
-        self._missed: set[int] = set()  # targets never searched, or whose regions may be replaced
+        self._missed: set[int] = set()  # targets never searched, or with possibly replaced regions
 
     def attach(self, command: AttachCommand) -> None:
         self._machine.attach(command.op, command.owner)
