@@ -95,11 +95,11 @@ class CopyEngine(Protocol):
     both sides of every piece.
 
     A ticket starts when its own fence has passed and its memory is registered, regardless of
-    earlier tickets and other open fences. Otherwise a load that waits for a running forward pass
-    would delay the release of other loads' stream slots. So if one ticket writes memory that
-    another touches, the caller submits the second only after `poll` has returned the first. Only a
-    ticket without pieces waits for others: it ends after all earlier tickets of its direction, and
-    after its own fence.
+    earlier tickets and other open fences. If tickets waited for each other, a load that waits for a
+    forward pass would delay the release of other loads' stream slots. Because they do not, if one
+    ticket writes memory that another touches, the caller submits the second only after `poll` has
+    returned the first. Only a ticket without pieces waits for others: it ends after all earlier
+    tickets of its direction, and after its own fence.
     """
 
     #: Whether the KV cache's memory is unmapped, so that every ticket fails. Set it only while no

@@ -52,8 +52,8 @@ FRAGMENT_BYTES = tuple(KIB << k for k in range(2, 9))  # 4 KiB … 256 KiB
 COUNTS = (4, 16, 64, 256, 1024)
 _SIZE_LOG2_MIN, _SIZE_LOG2_MAX = 12, 18
 _WORD_BYTES = 16
-#: The kernel must be this many times as fast as DMA on the idle GPU that is measured, because it
-#: takes multiprocessors away from a running model, and DMA takes none.
+#: The kernel must be this many times as fast as DMA when measured on an idle GPU, because it takes
+#: multiprocessors away from a running model, and DMA takes none.
 KERNEL_MARGIN = 1.5
 #: RMM and cuDF set the hint only up to this size; larger copies were slower with it.
 OVERLAP_BYTES_MAX = 128 * KIB
@@ -65,7 +65,7 @@ _Measurement = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 class Cell:
     """Median times to copy `count` fragments of `fragment_bytes`, in µs from submission to end.
 
-    `overlap_us` is None if it was not measured. `spread` is (slowest - fastest round) / median of
+    `overlap_us` is None if it was not measured. `spread` is (slowest - fastest round) / median, for
     the method that varied most.
     """
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Asynchronous copies between a KV cache in GPU memory and pinned staging.
 
-Each direction has one stream, which never waits for the model: a wait on the stream would delay
-every later ticket with an older fence, for a whole forward pass. Instead, a ticket is held here
-until `poll` finds that its fence has passed. A started ticket is a copy and then an event on the
-stream. Native code submits both, and native threads wait for the events, so that nothing takes the
-interpreter lock between a copy's first call and the signal of its end. Only `close` waits for the
-GPU.
+Each direction has one stream, which never waits for the model: a wait on the stream would delay all
+later tickets, even those with an older fence, for a whole forward pass. Instead, a ticket is held
+here until `poll` finds that its fence has passed. A started ticket is a copy and then an event on
+the stream. Native code submits both, and native threads wait for the events, so that nothing takes
+the interpreter lock between a copy's first call and the signal of its end. Only `close` waits for
+the GPU.
 
 If the GPU computes checksums, each direction has a second stream for them, on which a ticket with
 payloads ends. A store's checksums are computed alongside its copy, because its source is complete
@@ -54,8 +54,8 @@ _THREADS = 512
 _LANES = 32
 #: The most bytes that one warp copies; a multiple of 16 preserves alignment.
 PART_BYTES_MAX = 16 * KIB
-#: The most bytes per launch. The model's launches wait for a launch's multiprocessors until it
-#: ends: 8 MiB take 0.15 ms at 55 GB/s.
+#: The most bytes per launch. The model cannot use a launch's multiprocessors until the launch ends:
+#: 8 MiB take 0.15 ms at 55 GB/s.
 LAUNCH_BYTES_MAX = 8 * MIB
 #: The most thread blocks per launch; `bench copy --parts sweep` measures other numbers.
 BLOCKS_MAX = 8
@@ -199,8 +199,8 @@ class Fence:
 
 @dataclass(frozen=True, slots=True)
 class _Ticket:
-    """A submitted copy with coalesced pieces. `summed` holds the pieces before that, and their
-    payloads; None if no checksum is computed."""
+    """A submitted copy with coalesced pieces. `summed` holds the pieces before coalescing, and
+    their payloads; None if no checksum is computed."""
 
     number: int
     direction: Direction
@@ -293,7 +293,7 @@ def _is_over(waiter: core.EventWaiter | None, number: int) -> bool:
 @dataclass(slots=True)
 class _Stream:
     handle: int
-    #: The checksum stream, and the event after the copies it waits for; 0 without checksums.
+    #: The checksum stream, and the event after copies that it waits for; 0 without checksums.
     checksums: int
     copied: int
     waiter: core.EventWaiter | None
@@ -309,7 +309,7 @@ class _Stream:
 @dataclass(frozen=True)
 class Copiers:
     """The ways to move bytes, and the function that chooses one. `kernel` is None if it is
-    unavailable, `checksums` if the GPU computes none."""
+    unavailable; `checksums` is None if the GPU computes none."""
 
     dma: DmaCopier
     kernel: KernelCopier | None
@@ -459,7 +459,7 @@ class CudaCopyEngine:
                 self._launch(ticket)
 
     def _fail(self, *tickets: _Ticket) -> None:
-        """Fail tickets that were not launched, and set the waker, which no waiter will set."""
+        """Fail tickets that were not launched, and set the waker, because no waiter will."""
         self._done += [(ticket.number, _FAILED) for ticket in tickets]
         if self._waker is not None:
             self._waker.wake()

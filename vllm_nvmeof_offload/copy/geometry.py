@@ -46,8 +46,8 @@ def joined(tensors: Sequence[CacheTensor]) -> list[CacheTensor]:
 
 
 class ChunkGeometry:
-    """Builds the descriptors of one group's chunks of `blocks_per_chunk` blocks over `tensors`. A
-    pipeline stage with no layer of the group has no tensors, and its chunks have no pieces."""
+    """Builds the descriptors of one group's chunks: `blocks_per_chunk` blocks each, over `tensors`.
+    A pipeline stage with no layer of the group has no tensors, and its chunks have no pieces."""
 
     def __init__(self, tensors: Sequence[CacheTensor], blocks_per_chunk: int) -> None:
         self.blocks_per_chunk = blocks_per_chunk
@@ -130,7 +130,7 @@ class CacheGeometry:
                 groups, self.by_group, set_sizes or [1] * len(groups), strict=True
             )
         )
-        #: Bytes per chunk, by group and of the largest group.
+        #: Bytes per chunk: by group, and in the largest group.
         self.group_bytes = tuple(one.payload_bytes for one in self.by_group)
         self.payload_bytes = max(self.group_bytes)
         self.native = NativeGeometry([one.columns for one in self.by_group])

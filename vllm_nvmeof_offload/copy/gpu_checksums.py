@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """CRC-32C of payloads in GPU memory: the host side of `kernels/crc_blocks.cu`.
 
-Pieces are cut into parts, one per warp. The kernel reads the table of parts from pinned memory and
-writes 32 words per part to it, which the native core combines into each payload's CRC.
+Pieces are cut into parts, one per warp. The kernel reads the part table from pinned memory and
+writes back 32 words per part, also to pinned memory; the native core combines these words into each
+payload's CRC.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ STRIPE_BYTES = 512
 _ALIGNMENT = 16
 #: The most bytes that one warp processes, a multiple of a stripe.
 PART_BYTES_MAX = 64 * KIB
-#: The most parts of all transfers in progress: 9 MiB of pinned memory for up to 4 GiB.
+#: The most parts of all transfers in progress: 9 MiB of pinned memory, enough for 4 GiB of pieces.
 _PARTS_MAX = 64 << 10
 _LANES = 32
 _ROW_BYTES = 2 * 8
@@ -90,9 +91,9 @@ def kernel_tables() -> _Words:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """The parts of some of a transfer's payloads. `rows` is uint64[n, 2]: (address in GPU memory,
-    bytes). `chunks` holds the payloads' indexes, in order. `counts` (uint32) is the number of parts
-    per payload."""
+    """The parts into which some payloads of a transfer are cut. `rows` is uint64[n, 2]: (address in
+    GPU memory, bytes). `chunks` holds the payloads' indexes, in order. `counts` (uint32) is the
+    number of parts per payload."""
 
     rows: _Rows
     chunks: npt.NDArray[np.intp]
@@ -134,7 +135,7 @@ class _Run:
 
 
 class _Ring:
-    """Hands out runs of the numbers below `size`, in ring order. Runs return in any order."""
+    """Hands out runs of numbers below `size` in ring order. Runs can be given back in any order."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -156,7 +157,7 @@ class _Ring:
         return run
 
     def give_back(self, run: _Run) -> None:
-        self._taken.remove(run)  # a gap is reused once all older, or all newer, runs are back
+        self._taken.remove(run)  # a gap is reused after all older, or all newer, runs are back
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -195,7 +196,7 @@ class GpuChecksums:
         self._tables_at = self._words_at + sizes[1]
 
     def prepare(self, pieces: Descriptors, payloads: Payloads) -> Checksums | None:
-        """Fill in the kernel's table for as many payloads as fit. Return None if there are none."""
+        """Fill in the kernel's table for as many payloads as fit. Return None if none fits."""
         parts = cut_payloads(pieces, payloads)
         ends = np.cumsum(parts.counts, dtype=np.intp)
         first, room = self._ring.room(len(parts.rows))
@@ -213,7 +214,7 @@ class GpuChecksums:
         self._cuda.free_host(self._memory)
 
     def launch(self, checksums: Checksums, stream: int) -> None:
-        """Launch the checksums on `stream`. After a CudaError some may be running."""
+        """Launch the checksums on `stream`. After a CudaError some launches can be running."""
         blocks_max, threads, bytes_max, _ = self._launch
         launches: list[tuple[int, ...]] = []
         for first, count in spans(checksums.sizes, bytes_max):

@@ -33,7 +33,7 @@ _CAPTURE_S = 0.1
 
 
 class Readiness(enum.IntEnum):
-    """Whether the GPU may access staging. Of several pieces, the largest value applies."""
+    """Whether the GPU can access staging. For several pieces, the largest value applies."""
 
     READY = 0
     WAITING = 1  # the registration is not complete
