@@ -72,10 +72,12 @@ _GONE = frozenset(
 _PREFIX = "engine-"
 #: A table that has not changed for QUIET_S is read only every QUIET_READ_S.
 QUIET_S, QUIET_READ_S = 1.0, 5.0
-#: A table with a log is scanned at this interval if its file has changed, in case of lost records.
+#: A table with a log is scanned at this interval if its file has changed, in case records were
+#: lost.
 RESCAN_S = 30.0
-#: An owner on another host syncs its table every second. Entries logged before the log's end was
-#: found reach the table only then, so the table is scanned again after this time.
+#: An owner on another host syncs its table every second. Entries that it logged before we found the
+#: end of its log become visible only at the next sync, so the table is scanned again after this
+#: delay.
 SYNCED_S = 2.0
 
 
@@ -84,8 +86,9 @@ class Scope:
     """The regions to follow.
 
     `targets` are our directories, ordered by their numbers. `keyspace` is a digest. `engine_index`
-    is our engine, which is left out. The first `ranks` of each engine are followed: 1, or the size
-    of our largest set of ranks, because each member of a set holds chunks that the others lack.
+    is our engine's number; our engine is left out. The first `ranks` of each engine are followed:
+    1, or the size of our largest set of ranks, because each member of a set holds chunks that the
+    others lack.
     """
 
     targets: tuple[Path, ...]
@@ -240,8 +243,8 @@ class _Region:
         """
         known = self.superblock
         is_leased = known is not None and known.is_leased
-        # A log reports a new superblock's epoch at once. Checking the file is most of the cost of
-        # an idle region, and a request to the server of a network file system.
+        # A log reports a new superblock's epoch at once. Checking the file accounts for most of an
+        # idle region's cost, and sends a request to a network file system's server.
         if known is not None and (known.log_pages or is_leased) and not self.is_due:
             return False
         seen = _stamp_of(self._superblock_path, reopen=is_leased)
@@ -314,7 +317,7 @@ class _Region:
 
 
 class TargetScan:
-    """Follows one target's regions, on a thread of its own, because a target can hang."""
+    """Follows one target's regions on a separate thread, because a target can hang."""
 
     def __init__(
         self,
@@ -338,7 +341,7 @@ class TargetScan:
         self._logged = ""
 
     def scan(self) -> float:
-        """Check every region once. Return the CPU seconds used, without regions' first scans."""
+        """Check every region once. Return the CPU seconds used, except for regions' first scans."""
         begun_s, first_s = time.thread_time(), 0.0
         now_s = self._clock()
         self._owners.ask(self._table.version_asked)

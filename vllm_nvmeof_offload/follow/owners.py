@@ -2,9 +2,9 @@
 """The owners: other engines whose pools are entirely on our targets, and their records.
 
 An owner is an `engine-K` directory together with its pool's uuids. Its number is part of its
-chunks' places and is never reused; a pool that disappears and returns keeps its number, even with
-another follower. Each target's thread adds the regions that it finds. An owner is complete when all
-its regions were scanned under the epochs in their ranks' newest superblocks.
+chunks' places and is never reused; a pool that disappears and returns keeps its number, even with a
+new follower. Each target's thread adds the regions that it finds. An owner is complete when all its
+regions were scanned under the epochs in their ranks' newest superblocks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ ROWS_MIN = 1 << 16
 OWNERS_MAX = 8191
 #: The most slots of all owners together, which the table can address even while it grows.
 SLOTS_MAX = 1 << 28
-#: The memory per followed slot: 25 bytes in the follower, and up to 96 in the table, which is three
-#: eighths full after it grew and keeps its former half for look-ups in progress.
+#: The memory per followed slot: 25 bytes in the follower, and up to 96 in the table. After growing,
+#: the table is three eighths full, and the old table, half as large, is kept for look-ups in
+#: progress.
 BYTES_PER_SLOT = 128
 NONE, SCANNING, COMPLETE, DEAD = range(4)
 #: The delay before a log line, because a starting server creates its regions one after another.
@@ -55,7 +56,7 @@ class Wanted(NamedTuple):
 
 @dataclass(slots=True)
 class _Part:
-    """One region. `done` is the request that its rows met after a complete scan."""
+    """One region. `done` is the `Wanted` that its rows met after a complete scan."""
 
     superblock: Superblock
     is_held: bool
