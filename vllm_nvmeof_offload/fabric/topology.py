@@ -543,8 +543,8 @@ def read_states(fabric: TargetFabric) -> dict[str, ControllerState]:
 
 
 def shared_devices(targets: Sequence[str]) -> dict[str, list[str]]:
-    """Return the lowest devices, or file systems without a device, that hold several targets, with
-    their targets. The targets need not exist."""
+    """Return the lowest devices, or file systems without a device, that hold several targets, each
+    with its targets. The targets need not exist."""
     found: dict[str, list[str]] = {}
     for target in targets:
         fabric = discover(os.path.realpath(target))

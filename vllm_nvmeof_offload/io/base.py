@@ -78,9 +78,9 @@ class IoOp:
 class Completion:
     """The end of an operation, after which nothing touches its buffer.
 
-    `ended_s` is the end's `time.monotonic`, possibly long before `poll`; None if unknown. After a
-    successful read with `header_only`, `payload_crc` is the CRC-32C from the header, or None if the
-    payload was verified.
+    `ended_s` is the time of the end (`time.monotonic`), possibly long before `poll`; None if
+    unknown. After a successful read with `header_only`, `payload_crc` is the CRC-32C from the
+    header, or None if the payload was verified.
     """
 
     token: int
@@ -91,8 +91,8 @@ class Completion:
 
 class ForeignSlab(NamedTuple):
     """The slab of another engine's region on one of our targets, open for reading, with O_DIRECT if
-    our slab is or if the region is leased. `uuid` is the region's, 16 bytes. Its slots are as large
-    as ours."""
+    our slab is open with it or if the region is leased. `uuid` is the region's, 16 bytes. Its slots
+    are as large as ours."""
 
     fd: int
     uuid: bytes
@@ -256,8 +256,8 @@ def _find_allowed() -> frozenset[int]:
 
 #: The CPUs for I/O threads: those that this process or its parent may use at import time. vLLM's
 #: CPU worker binds its threads to cores for OpenMP, which new threads inherit, so all I/O threads
-#: would share one core with the model's busiest thread. Its parent has only a user's taskset or
-#: cpuset.
+#: would share one core with the model's busiest thread. Its parent is bound only by a user's
+#: taskset or cpuset.
 ALLOWED_CPUS = _find_allowed()
 
 

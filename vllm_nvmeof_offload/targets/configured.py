@@ -70,8 +70,8 @@ def check_here(
 ) -> Configured:
     """Check memory, targets, space and peers; with `create`, create missing targets.
 
-    `node_count` is the number of machines that share the staging, `staging_key` the option, key or
-    variable that set its size. Raises PoolError if an existing pool cannot be read.
+    `node_count` is the number of machines that share the staging, and `staging_key` is the option,
+    key or variable that set its size. Raises PoolError if an existing pool cannot be read.
     """
     found = Configured(config)
     with found.collecting():

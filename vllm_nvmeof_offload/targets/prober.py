@@ -37,7 +37,7 @@ MESSAGE_BYTES_MAX = 64 << 10
 #: The descriptors sent on success: slab, buffered slab, table, log, lock, directory. The first two
 #: are the same open file unless the slab is open for O_DIRECT.
 DESCRIPTORS = 6
-_USED = "another server has used the pool since; restart this server to use it again"
+_USED = "another server has used the pool meanwhile; restart this server to use the pool again"
 
 
 @dataclass(frozen=True, slots=True)
