@@ -120,12 +120,12 @@ def kept_every(groups: Sequence[Group], unit: int, lasting: int) -> int:
     can be stored. The result is a multiple of `unit`; `lasting` is the distance between lasting
     boundaries. Windows are stored while they are in GPU memory anyway. Without windows, vLLM keeps
     a state per unit: an answer's state takes no pool space, because it is stored only until the
-    next one, and most answers are shorter than the distance between lasting ones."""
+    next state, and most answers are shorter than `lasting`."""
     return lasting if any(group.kind is GroupKind.WINDOW for group in groups) else unit
 
 
 def automatic(groups: Sequence[RankGroup], unit: int) -> int:
-    """Return the tokens between two lasting boundaries, a multiple of `unit`; 0 for none."""
+    """Return the distance in tokens of lasting boundaries, a multiple of `unit`; 0 for none."""
     sparse = [one for one in groups if one.group.kind in SPARSE]
     if not sparse:
         return 0
@@ -213,7 +213,7 @@ def _boundary(
 
 
 def _reach_at(group: Group, boundary: int) -> int:
-    """Return the number of chunks that a boundary needs of a window or state. A window that ends
+    """Return the number of chunks of a window or state that a boundary needs. A window that ends
     within a chunk may need one more."""
     assert group.reach_chunks is not None
     if group.kind is not GroupKind.WINDOW or group.reach_tokens is None:

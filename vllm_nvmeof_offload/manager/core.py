@@ -259,7 +259,7 @@ class ManagerCore:
         return self._tiers.whereabouts(keys, sources)
 
     def unmoved(self, before: Whereabouts, keys: Sequence[bytes], sources: int) -> bool:
-        """Return whether no chunk has moved since `before`, and no load of one has begun."""
+        """Return whether no chunk has moved since `before`, and no load of any chunk has begun."""
         return self._tiers.unmoved(before, keys, sources)
 
     def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
@@ -280,8 +280,8 @@ class ManagerCore:
         again: Collection[bytes] = (),
         client: int = 0,
     ) -> StorePlan:
-        """Plan to store those of `keys` that are new and have reached the store threshold, in
-        prefix order, while cache slots last. The command's rows are in the order of `keys`.
+        """Plan to store the new chunks of `keys` that have reached the store threshold, in prefix
+        order, while cache slots last. The command's rows are in the order of `keys`.
 
         With several groups, `ends` gives the request's tokens up to each chunk's end, and each key
         must appear once. Without `ends`, the keys must be in prefix order. `provisional` marks the
@@ -325,7 +325,7 @@ class ManagerCore:
         self._tiers.supersede(keys)
 
     def keep(self, keys: Sequence[bytes]) -> None:
-        """Turn provisional chunks among these into ordinary ones, which are kept and written."""
+        """Turn the provisional chunks of `keys` into ordinary ones, which are kept and written."""
         self._tiers.keep(keys)
         self._tiers.drain()
 
@@ -372,7 +372,7 @@ class ManagerCore:
         return [SessionsCommand(content)]
 
     def _restore_sessions(self, saved: SavedSessions, entries: AdoptedEntries) -> None:
-        """Retain the adopted chunks of an earlier process's sessions that have time left."""
+        """Retain the adopted chunks of an earlier process's sessions that have not yet expired."""
         now, wall = int(self._clock()), int(self._wall_clock())
         order = np.argsort(entries.generations)
         at = np.searchsorted(entries.generations, saved.generations, sorter=order)

@@ -28,8 +28,8 @@ from vllm_nvmeof_offload.units import slot_stride_bytes
 
 #: The configured name of the eviction policy that credits the reuse of chunks (`Recency`).
 CREDITED = "credited_lru"
-#: The credit per reuse of a chunk, in uses, as a multiple of the tier's slots. A request touches
-#: each chunk about three times.
+#: The credit for each reuse of a chunk, in uses, as a multiple of the tier's slots. A request
+#: touches each chunk about three times.
 CREDIT_SHARE = 2.0
 
 

@@ -43,7 +43,7 @@ _ENDS = ("used", "wasted", "cancelled", "failed", "probe")
 _ROOM_SHARE = 0.125  # the share of slots that stays evictable, so that new chunks find room
 _PATIENCE_S = 5.0  # shorter requests do not overtake a preempted request that has waited this long
 _LOOK_AGAIN_S = 0.05  # the interval between checks for chunks in GPU memory
-#: The most chunks that one `turn` examines, in about 1 ms. Bytes limit the fetches earlier.
+#: The most chunks examined per `turn`, in about 1 ms. The limit on bytes stops fetches earlier.
 LOOKS_MAX = 4096
 #: The most queries to vLLM about chunks in GPU memory: per `turn`, and per request.
 _QUESTIONS_MAX, _QUESTIONS_OF_ONE_MAX = 256, 64
@@ -152,8 +152,8 @@ class ReloadScheduler:
 
     def looked_up(self, request_id: str, local_chunks: int) -> None:
         """Record that vLLM's look-up found the request's first `local_chunks` chunks in GPU memory.
-        If skipped chunks are not among these, examine all chunks from the first skipped one on
-        again."""
+        If skipped chunks are not among these, examine again all chunks from the first skipped one
+        on."""
         want = self._wants.get(request_id)
         if want is None or want.skipped is None or local_chunks > want.skipped_last:
             return

@@ -12,7 +12,7 @@ The slowness is the smoothed ratio of the loads' time to their predicted time. I
 peers read for us, or if loads overlap with other requests' prompts. A load that takes longer than
 computing can only raise it. If the load was cut off, it raises the slowness to the full ratio at
 once, because the rest would have taken even longer. Any other load can only lower it: a load slower
-than predicted does no harm while it is faster than computing. Once loading is slower than
+than predicted does no harm while it is faster than computing. When loading becomes slower than
 computing, the pool is declined until loading is faster by the factor `_HYSTERESIS`.
 
 A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that no request
@@ -208,7 +208,7 @@ class LoadTimes:
         self._config = config
 
     def planned(self, op: Op, limit_s: float | None) -> None:
-        """Record that a load is sent. It is cut off after `limit_s`; None for never."""
+        """Record a load that is being sent. It is cut off after `limit_s`; None for never."""
         assert op.batch is not None
         op.lanes, op.reads = op.batch.lanes(self._lane_bytes, len(self.reading))
         for lane, count in enumerate(op.lanes):

@@ -34,7 +34,7 @@ class _Computed:
 
 
 class ResumeCounter:
-    """A counter of the tokens that resumed requests get back, from vLLM's scheduler outputs.
+    """A counter of the tokens that resumed requests get back, based on vLLM's scheduler outputs.
 
     `num_tokens` returns a request's current number of tokens. A step may schedule draft tokens, of
     which some are rejected. The scheduler output does not report how many, but the request's tokens
@@ -56,7 +56,7 @@ class ResumeCounter:
         for request_id in scheduler_output.preempted_req_ids or ():
             computed = self._computed.pop(request_id, _Computed())
             before = self._preempted.get(request_id, _Computed())
-            # If it was preempted again before it advanced, the first preemption's tokens count.
+            # If it was preempted again before it advanced, keep the tokens of the first preemption.
             self._preempted[request_id] = max(computed, before, key=lambda c: c.tokens)
         scheduled = scheduler_output.num_scheduled_tokens
         for request_id in scheduled.keys() & self._preempted.keys():

@@ -25,12 +25,12 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.groups import Group, GroupKind, group_ids_of
 from vllm_nvmeof_offload.manager.boundary import SPARSE, unit_tokens
 
-#: Keys are forgotten in batches, because finding the front of a dictionary is slow.
+#: Keys are forgotten in batches, because finding a dictionary's first key is slow.
 _FORGET_BATCH = 1024
 
 
 class StoreThreshold:
-    """A counter of sightings. A chunk is stored at its n-th, as with vLLM's own `store_threshold`.
+    """A counter of sightings. The n-th sighting stores a chunk, as with vLLM's `store_threshold`.
 
     A sighting is one offer to store a chunk (`prepare_store`). vLLM makes one per request for each
     of its chunks, whether it computed the chunk or found it in GPU memory. Look-ups and a request's

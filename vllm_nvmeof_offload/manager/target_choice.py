@@ -37,7 +37,7 @@ class Targets:
         self._verdicts: list[dict[int, VerdictReport]] = [{} for _ in range(count)]  # by rank
 
     def verdict(self, report: VerdictReport) -> bool:
-        """Record a verdict. Return whether the usability of the target for all ranks changed."""
+        """Record a verdict. Return whether the target's combined usability changed."""
         verdicts, target = self._verdicts[report.target], report.target
         verdicts[report.rank] = report
         usable = all(one.usable for one in verdicts.values())

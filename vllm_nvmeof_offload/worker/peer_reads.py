@@ -379,7 +379,7 @@ class PeerLinks:
         return grown
 
     def close(self) -> bool:
-        """End all sessions. Return whether no peer and no pull still touches our memory."""
+        """End all sessions. Return whether no peer and no pull can still touch our memory."""
         ended = [one.close() for one in (self._server, self.clients) if one is not None]
         self.landing.close()
         return all(ended)

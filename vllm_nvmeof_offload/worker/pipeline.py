@@ -367,7 +367,7 @@ class TransferPipeline:
         return self._machine.idle
 
     def read_queues(self) -> list[tuple[int, float]]:
-        """Return by lane the bytes ahead of a new read and the seconds they take (0 if unknown)."""
+        """Return, by lane, the bytes ahead of a new read and their seconds (0 if unknown)."""
         return self._machine.read_queues()
 
     def _foreign_place(self, place: int) -> SlotPlace | None:
