@@ -70,7 +70,7 @@ class Payloads:
     are the payloads' addresses and lengths in bytes. `crcs` (int64[n]) are their CRC-32Cs, which an
     engine that `makes_checksums` writes before `poll` returns the ticket. A CRC stays -1 if the
     pieces do not cover the payload in order and without gaps, or if the engine cannot compute it. A
-    load's CRC covers the bytes written to the KV cache, a store's the bytes read from there.
+    load's CRC covers the bytes written to the KV cache, and a store's CRC those read from it.
     """
 
     counts: npt.NDArray[np.uint32]
@@ -96,16 +96,16 @@ class CopyEngine(Protocol):
 
     A ticket starts when its own fence has passed and its memory is registered, regardless of
     earlier tickets and other open fences. If tickets waited for each other, a load that waits for a
-    forward pass would delay the release of other loads' stream slots. Because they do not, if one
-    ticket writes memory that another touches, the caller submits the second only after `poll` has
-    returned the first. Only a ticket without pieces waits for others: it ends after all earlier
-    tickets of its direction, and after its own fence.
+    forward pass would delay the release of other loads' stream slots. Tickets are therefore
+    independent: if one writes memory that another touches, the caller submits the second only after
+    `poll` has returned the first. Only a ticket without pieces waits for others: it ends after all
+    earlier tickets of its direction, and after its own fence.
     """
 
     #: Whether the KV cache's memory is unmapped, so that every ticket fails. Set it only while no
     #: ticket is in flight.
     asleep: bool
-    #: Whether the engine computes checksums of payloads, though perhaps not of all.
+    #: Whether the engine computes checksums of at least some payloads.
     makes_checksums: bool
 
     def record_fence(self) -> object:
@@ -171,7 +171,7 @@ def coalesce(pieces: Descriptors, starts: _Words) -> Descriptors:
 
 def cut_sizes(sizes: _Words, bytes_max: int) -> tuple[npt.NDArray[np.intp], _Words, _Words]:
     """Cut pieces into parts of at most `bytes_max`. Return the number of parts per piece, and each
-    part's offset in its piece and size in bytes."""
+    part's offset in its piece and its size in bytes."""
     repeats = ((sizes + np.uint64(bytes_max - 1)) // np.uint64(bytes_max)).astype(np.intp)
     before = np.cumsum(repeats) - repeats
     numbers = np.arange(int(repeats.sum())) - np.repeat(before, repeats)

@@ -55,7 +55,7 @@ _WORD_BYTES = 16
 #: The kernel must be this many times as fast as DMA when measured on an idle GPU, because it takes
 #: multiprocessors away from a running model, and DMA takes none.
 KERNEL_MARGIN = 1.5
-#: RMM and cuDF set the hint only up to this size; larger copies were slower with it.
+#: RMM and cuDF set the overlap hint only up to this size; larger copies were slower with it.
 OVERLAP_BYTES_MAX = 128 * KIB
 
 _Measurement = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -82,8 +82,8 @@ _TABLE = TypeAdapter(dict[str, list[Cell]])
 
 
 def best_of(cell: Cell) -> Backend:
-    """Return DMA unless another method is clearly faster: the hint by more than the spread, or the
-    kernel by a factor of `KERNEL_MARGIN` over the faster kind of DMA."""
+    """Return DMA unless another method is clearly faster: the overlap hint by more than the spread,
+    or the kernel by a factor of `KERNEL_MARGIN` over the faster kind of DMA."""
     backend, took_us = Backend.DMA, cell.dma_us
     if cell.overlap_us is not None and cell.overlap_us * (1 + cell.spread) < took_us:
         backend, took_us = Backend.OVERLAP, cell.overlap_us
@@ -116,7 +116,7 @@ class Selector:
         if log2 > _SIZE_LOG2_MAX:
             return Backend.DMA
         best = sizes[max(log2 - _SIZE_LOG2_MIN, 0)]
-        # The kernel copies unaligned pieces by words or bytes, which was not measured.
+        # The kernel copies unaligned pieces by words or bytes, whose speed was not measured.
         if best is Backend.KERNEL and int(np.bitwise_or.reduce(pieces, axis=None)) % _WORD_BYTES:
             return Backend.DMA
         if best is Backend.OVERLAP and int(pieces[:, 2].max()) > OVERLAP_BYTES_MAX:
@@ -383,7 +383,7 @@ def _alone_on_this_host(wait_s: float) -> Iterator[bool]:
 
 
 def _open_lock(path: Path) -> int:
-    """Open the file for reading: enough to lock it, even if another user owns it."""
+    """Open the file for reading, which suffices to lock it even if another user owns it."""
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
     try:
         return os.open(path, flags)

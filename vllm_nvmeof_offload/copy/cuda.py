@@ -489,7 +489,7 @@ class CudaCopyEngine:
         end = stream.handle
         try:
             one.event = self._take_event(stream)
-            # A ticket with checksums ends after them, so its copy alone marks no end.
+            # A ticket with checksums ends after them, so the end of its copy is not marked.
             mark = NO_END if ticket.summed is not None else (one.event, stream.waiter)
             self._copy(ticket, stream.handle, one.tables, mark)
             one.recorded = ticket.summed is None

@@ -75,7 +75,7 @@ _ATTRIBUTES = {key: ctypes.addressof(made) for key, made in _MADE.items()}
 
 
 class CudaError(EngineError):
-    """An error from a CUDA call. `name` is CUDA's name of the error."""
+    """An error from a CUDA call. `name` is CUDA's name for the error."""
 
     def __init__(self, call: str, name: str, detail: str = "") -> None:
         super().__init__(f"{call}: {name}{detail}")

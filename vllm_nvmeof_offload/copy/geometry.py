@@ -102,8 +102,8 @@ class JobBlocks:
     """The GPU blocks of a store or load, group by group.
 
     `ids` (int32[m]) lists the blocks of all groups. `sizes` is the number of blocks per group, and
-    `firsts` the index of each group's first block in its request. `groups` (uint8[n]) is the group
-    of each chunk.
+    `firsts` is the index of each group's first block in its request. `groups` (uint8[n]) is the
+    group of each chunk.
     """
 
     ids: npt.NDArray[np.int32]

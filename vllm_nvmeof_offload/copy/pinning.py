@@ -5,8 +5,8 @@ Pieces end at slot boundaries, so no slot spans two registrations. While a call 
 driver blocks all other threads of the process, including the model's: with 94 GB in pieces of 1 GB,
 stalls of 2.0 s were measured (vllm#51414). Pieces are therefore small, with pauses in which other
 threads can take the driver's lock. The constructor registers the first piece, so that a start fails
-on a machine where this cannot work; a thread registers the others after `start`. Each rank that
-shares memory registers all of it, because it also copies from the others' slots.
+on a machine where registration is impossible; a thread registers the others after `start`. Each
+rank that shares memory registers all of it, because it also copies from the others' slots.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class StagingPinning:
         self._thread = threading.Thread(target=self._run, name="nvmeof-pinning", daemon=True)
 
     def start(self) -> None:
-        """Start registering the other pieces. Call after measurements, which this disturbs."""
+        """Start registering the other pieces. Call after measurements, to avoid disturbing them."""
         self._thread.start()
 
     def wait(self) -> None:

@@ -447,7 +447,7 @@ def _path(directory: str, controller: str) -> Path:
 
 
 def _subsystem(directory: str | None, controllers: list[str]) -> Subsystem:
-    """Read a subsystem. Without its directory, most fields are read from a controller."""
+    """Read a subsystem. If its directory is unknown, most fields are read from a controller."""
     places = [*([directory] if directory else []), *controllers]
 
     def first(attribute: str) -> str | None:

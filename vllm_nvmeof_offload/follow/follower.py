@@ -50,14 +50,14 @@ from vllm_nvmeof_offload.pool.takeover import Takeover
 
 #: The delay before a killed follower is replaced.
 _RESTART_S = 5.0
-#: The interval of scans, in milliseconds. Polls of ten idle regions take 0.34 % of a core. A
+#: The interval between scans, in milliseconds. Polls of ten idle regions take 0.34 % of a core. A
 #: follower with slower polls waits longer, so that polls take at most 2 %.
 FOLLOW_MS = 100.0
 #: Followed regions use at most 1/32 of the memory: a quarter with eight engines per host.
 _MEMORY_PART = 32
 #: Scans of all targets together take at most this share of a core.
 _CPU_SHARE_MAX = 0.02
-#: The interval of searches for engines on a target, and of probes of their locks.
+#: The interval between searches for engines on a target, and between probes of their locks.
 DISCOVERY_S = 1.0
 #: The number of idle regions examined per discovery, in rotation. Only this examination finds
 #: silently replaced files and released locks.
@@ -465,7 +465,7 @@ def _stamp_of(path: Path, reopen: bool = False) -> tuple[int, int]:
 
 def start_follower(scope: Scope, fd: int, follow_ms: float = FOLLOW_MS) -> Companion:
     """Follow the regions in `scope`. `fd` is an empty memfd, which holds a table on return; the
-    caller may close it at any time. `follow_ms` is the interval of scans."""
+    caller may close it at any time. `follow_ms` is the interval between scans."""
     ForeignWriter(fd, ROWS_MIN)
     settings = {"scope": asdict(scope), "follow_ms": follow_ms}
     command = [*child_command("follow.follower"), json.dumps(settings, default=str)]

@@ -45,8 +45,8 @@ class IoOp:
     region (`attach_region`). `kind` is WRITE, LOAD, FETCH or RESET; LOAD and FETCH read. A RESET
     writes the newest superblock to the target of `place` (`pool.write_superblock`), logs its epoch
     before it ends, and has no `identity`, `address` or `stamp`. `address` is the staging address of
-    the slot's header page, before the payload. `payload_bytes` is at most a slot's capacity, and is
-    transferred in whole pages.
+    the slot's header page, which precedes the payload. `payload_bytes` is at most a slot's
+    capacity, and is transferred in whole pages.
     """
 
     token: int
@@ -61,9 +61,9 @@ class IoOp:
     #: WRITE only: the payload's CRC-32C from the copy into staging; if None, the engine computes
     #: it.
     payload_crc: int | None = None
-    #: WRITE only: whether no other rank of the set has the chunk, for header and table entry.
+    #: WRITE only: whether no other rank of the set has the chunk; set in header and table entry.
     single_copy: bool = False
-    #: WRITE only: the client of `WriteCommand`, for header and table entry.
+    #: WRITE only: the client of `WriteCommand`, stored in header and table entry.
     client: int = 0
     #: Reads only: the copy verifies the payload, so the engine need only verify the header if its
     #: completion reports the payload's expected CRC.

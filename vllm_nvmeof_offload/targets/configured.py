@@ -137,7 +137,7 @@ def _check_listen(found: Configured, key: str, listen: str, *, take_port: bool) 
     if is_taken:
         found.warnings.append(f"{key}={listen!r}: {why_not}; a server needs a free port")
     elif why_not:
-        found.errors.append(ConfigError(key, listen, f"{why_not}; give an address of it"))
+        found.errors.append(ConfigError(key, listen, f"{why_not}; give one of its addresses"))
     if host in _ANY_ADDRESS:
         found.warnings.append(
             f"{key}={listen!r} opens the port on every network of this machine; give the address "

@@ -57,7 +57,7 @@ _ANSWER_S_MAX = 10.0
 #: The most abandoned probers per target; another starts only after one of these exits.
 _ABANDONED_MAX = 4
 _LOOK_S = 1.0
-#: The least time between the log line of a verdict and that of a next one that is no worse.
+#: The minimum time after a logged verdict before one that is no worse is logged.
 _LOG_S_MIN = 10.0
 _FROM_BEST_TO_WORST = list(Verdict)
 _COMMAND = tuple(child_command("targets.prober"))
