@@ -41,7 +41,7 @@ from vllm_nvmeof_offload.protocol import TAG_BYTES, OpKind, SlotIdentity, Urgenc
 class IoOp:
     """One I/O operation.
 
-    `token` is unique among operations in flight. The `place` of a read may be in another engine's
+    `token` is unique among operations in flight. The `place` of a read can be in another engine's
     region (`attach_region`). `kind` is WRITE, LOAD, FETCH or RESET; LOAD and FETCH read. A RESET
     writes the newest superblock to the target of `place` (`pool.write_superblock`), logs its epoch
     before it ends, and has no `identity`, `address` or `stamp`. `address` is the staging address of

@@ -431,7 +431,7 @@ class ManagerCore:
     ) -> tuple[int, int, int]:
         """Return the number of `tokens` that a load takes from each `Source`, in the enum's order.
         `ends` is as in `prepare_store`. A token with chunks in several sources counts for the last
-        source. Evicted chunks cover no tokens, and windows may not cover all tokens."""
+        source. Evicted chunks cover no tokens, and windows need not cover all tokens."""
         return self._tiers.tokens_by_source(batch, tokens.start, tokens.stop, ends)
 
     # -- other engines' chunks --------------------------------------------------------

@@ -36,10 +36,10 @@ class _Computed:
 class ResumeCounter:
     """A counter of the tokens that resumed requests get back, based on vLLM's scheduler outputs.
 
-    `num_tokens` returns a request's current number of tokens. A step may schedule draft tokens, of
-    which some are rejected. The scheduler output does not report how many, but the request's tokens
-    show it: the last one was sampled in the step that verified the drafts, and was never computed.
-    A load ends at a multiple of `unit_tokens`, which is whole chunks in every group.
+    `num_tokens` returns a request's current number of tokens. A step can schedule draft tokens,
+    some of which are rejected. The scheduler output does not report how many, but the request's
+    tokens show it: the last one was sampled in the step that verified the drafts, and was never
+    computed. A load ends at a multiple of `unit_tokens`, which is whole chunks in every group.
     """
 
     def __init__(
