@@ -138,7 +138,7 @@ def automatic(groups: Sequence[RankGroup], unit: int) -> int:
     else:
         reaches = (one.group.tokens_per_chunk * (one.group.reach_chunks or 0) for one in sparse)
         worth = max(reaches) / _COST_SHARE
-    # A pipeline-parallel rank can have no layer of these groups.
+    # A pipeline-parallel rank might have no layer of these groups.
     interval = max(1, math.ceil(worth / unit)) * unit
     return math.ceil(_BOUNDARY_TOKENS_MIN / interval) * interval
 
