@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of `bench` and their cases, each with a report and a measurement.
-
-A report needs only a results file. Modules of `reports` define `REPORTS`; modules that measure
-define `COMMANDS`.
-"""
+"""The commands of `bench` and their cases: modules of `reports` define `REPORTS`, and modules that
+measure define `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from vllm_nvmeof_bench.results import BenchError
 
 _PACKAGE = "vllm_nvmeof_bench"
 SERVERS, MACHINE, DEVELOPERS = "For your servers", "For this machine", "For developers"
-#: Benchmark name in results files → report module, measuring module; in the page's order.
+#: Benchmark name in results files → report module and measuring module, in the order of the page.
 BENCHMARKS = {
     "ttft": ("serve", "serve.measure"),
     "hits": ("serve", "serve.measure"),
@@ -39,8 +36,7 @@ BENCHMARKS = {
 @dataclass(frozen=True)
 class Group:
     """One command of `bench`. panel: the help panel that lists it. cases: case name → benchmark;
-    empty if the command itself is a benchmark. help: the help text, for a command with cases.
-    """
+    empty if the command itself is a benchmark. help: the help text of a command with cases."""
 
     panel: str
     cases: Mapping[str, str] = field(default_factory=dict)
@@ -51,7 +47,7 @@ GROUPS = {
     "serve": Group(
         SERVERS,
         {name: name for name in ("ttft", "hits", "turns", "stall", "moving")},
-        "Measure whole servers: by their URLs, or small ones that are started here.",
+        "Measure whole servers: those given by URL, or small ones that the command starts.",
     ),
     "replay": Group(SERVERS),
     "simulate": Group(SERVERS),
@@ -65,10 +61,8 @@ GROUPS = {
 
 @dataclass(frozen=True)
 class Command:
-    """A benchmark's command. help: the help text. settings: a dataclass of options (`settings`).
-
-    measure: runs the benchmark with these settings and writes the JSON file.
-    """
+    """A benchmark's command. settings: a dataclass of options (`settings.option`). measure: runs
+    the benchmark with such settings and writes the JSON file."""
 
     name: str
     help: str
@@ -77,13 +71,13 @@ class Command:
 
 
 def report_of(name: str) -> Report:
-    """Return a benchmark's report; BenchError if it is unknown or not in this installation."""
+    """Return a benchmark's report; raise BenchError if it is unknown or not installed."""
     found: Report = _find(name, "reports." + _modules(name)[0], "REPORTS")
     return found
 
 
 def command(name: str) -> Command:
-    """Return a benchmark's command; BenchError as for `report_of`."""
+    """Return a benchmark's command; raise BenchError as `report_of` does."""
     found: Command = _find(name, _modules(name)[1], "COMMANDS")
     return found
 

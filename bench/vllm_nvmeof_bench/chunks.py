@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench hotpath`: the cost per chunk on every thread that requests wait for.
 
-Our manager and vLLM's own `CPUOffloadingManager` are in one process, with the same number of
-entries, and take turns within a round in random order. Times are CPU time of one thread, to exclude
-other load of the machine as far as possible. Garbage collection is as in production: objects that
-are older than the managers are frozen, as vLLM's engine does at its start, and the collector stays
-enabled. The first round is a warm-up and is discarded.
+Our manager and vLLM's own `CPUOffloadingManager` run in one process with equally many entries, and
+are measured alternately in random order. Times are CPU times of one thread, which exclude most of
+the machine's other load. Garbage collection is as in production: objects older than the managers
+are frozen, and the collector stays enabled. The first round is a warm-up and is discarded.
 
-Each round creates our manager from a pool's table again; this is the sample of adoption. It then
-fills the CPU tier, so that every store evicts, and measures every size: one op of that many chunks,
-and ops of one chunk, which give the cost per op. vLLM's manager stays full.
+Each round creates our manager from a pool's table, which measures adoption. It then fills the CPU
+tier, so that every store evicts, and measures each size with one op of that many chunks. Ops of one
+chunk measure the cost per op. vLLM's manager stays full.
 
-Both managers get the same calls with the same keys, through vLLM's interface. There are no workers:
-all ops of ours succeed at once. Keys are random bytes, and each load uses new key objects, as a new
-request does.
+Both managers receive the same calls with the same keys through vLLM's interface. All ops succeed at
+once, without workers. Keys are random bytes, and each load uses new key objects, as a new request
+does.
 
-On the worker's side, the adapter, the runner and the pipeline are the product's. No data is moved:
-copies and I/O operations complete as soon as they are submitted. The pipeline's thread holds the
-interpreter lock except in native sections, which count their own CPU time. The rest of its CPU time
-is reported as time with the lock. This figure is never too low. It is too high by the system calls
-for which Python itself releases the lock, at most two per turn, and by one reading of the clock per
-section.
+The worker's adapter, runner and pipeline are the product's, but no data moves: copies and I/O
+operations complete as soon as they are submitted. The pipeline's thread holds the interpreter lock
+except in native sections, which count their own CPU time; the rest is reported as time with the
+lock. This figure is never too low. It is too high by at most two system calls per turn, for which
+Python releases the lock, and by one reading of the clock per section.
 """
 
 from __future__ import annotations
@@ -105,7 +103,7 @@ from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, 
 KEY_BYTES = 36  # vLLM's: a SHA-256 and the number of a group
 TARGETS = 2
 _FILLED_AT_ONCE = 8192
-#: Requests that decode and store chunks while the others wait.
+#: Chunks that other requests store in each step while the measured ones wait, and their keys' seed.
 _DECODING, _OTHERS_SEED = 8, 4
 _TOKENS_PER_CHUNK = 16
 _GROUPS = (Group(0, GroupKind.FULL, _TOKENS_PER_CHUNK),)
@@ -116,7 +114,7 @@ _Result = TypeVar("_Result")
 
 
 def random_keys(seed: Sequence[int], count: int) -> npt.NDArray[np.void]:
-    """Return random keys of group 0, different ones for every seed."""
+    """Return random keys of group 0 that depend on the seed."""
     rng = np.random.default_rng(seed)
     keys = rng.integers(0, 256, (count, KEY_BYTES), np.uint8)
     keys[:, -GROUP_ID_BYTES:] = 0
@@ -129,7 +127,7 @@ def batches_of(keys: npt.NDArray[np.void], chunks: int) -> Batches:
 
 
 def _reports(ops: Sequence[int]) -> list[Report]:
-    """Return the reports with which a rank says, in one step, that all these ops have succeeded."""
+    """Return a rank's reports, sent in one step, that all these ops succeeded."""
     if len(ops) == 1:
         return [OpReport(ops[0])]
     seconds = np.zeros(len(ops), np.float32)
@@ -138,7 +136,7 @@ def _reports(ops: Sequence[int]) -> list[Report]:
 
 @dataclass
 class Recorder:
-    """The samples of one side, size and round. Times are CPU times of the calling thread."""
+    """A recorder of one side, size and round. Times are CPU times of the calling thread."""
 
     side: str
     chunks: int
@@ -146,7 +144,7 @@ class Recorder:
     samples: list[Sample] = field(default_factory=list)
 
     def time(self, case: str, stage: str, count: int, call: Callable[[], _Result]) -> _Result:
-        """Measure one call. count: number of chunks in all ops together."""
+        """Measure one call. count: the number of chunks in all its ops."""
         began_s = time.thread_time()
         result = call()
         self.add(case, stage, time.thread_time() - began_s, count)
@@ -184,7 +182,6 @@ class Recorder:
 def _look_up(
     manager: OffloadingManager, batches: Batches, contexts: Sequence[ReqContext]
 ) -> list[LookupResult]:
-    """Look up the chunks of waiting requests key by key, as vLLM's scheduler does."""
     lookup = manager.lookup
     return [
         lookup(key, context)
@@ -198,18 +195,18 @@ FETCHES_MAX = 8192
 
 
 def _never(question: Question) -> Answer:
-    raise AssertionError(f"a real look-up: {question}")
+    raise AssertionError(f"an unexpected look-up: {question}")
 
 
 class _Manager:
-    """The calls that vLLM makes to either manager for requests that load or store."""
+    """A manager with the calls that vLLM makes for requests that load or store."""
 
     def __init__(self, manager: OffloadingManager) -> None:
         self.manager = manager
         self._requests = 0
 
     def contexts(self, batches: Batches) -> list[ReqContext]:
-        """Start a new request per op; return their contexts."""
+        """Start one request per op; return the requests' contexts."""
         made = [ReqContext(f"{self._requests + at}") for at in range(len(batches))]
         self._requests += len(batches)
         for context in made:
@@ -263,7 +260,7 @@ class _Manager:
 
 
 class OurManager(_Manager):
-    """Our manager, with the chunks `adopted` in its pool."""
+    """Our manager, whose pool contains the chunks `adopted`."""
 
     manager: NVMeoFOffloadingManager
     _others = 0  # steps of other requests
@@ -288,7 +285,7 @@ class OurManager(_Manager):
         self.attach_s = time.thread_time() - began_s
 
     def look_up(self, batches: Batches, contexts: Sequence[ReqContext]) -> list[LookupResult]:
-        """Look up after announcing the keys of each request, as the connector does."""
+        """Announce each request's keys, then look them up, as the connector does."""
         found = []
         for batch, context in zip(batches, contexts, strict=True):
             self.manager.look_ups.begin(FROM_CPU | FROM_POOL, [batch])
@@ -299,7 +296,7 @@ class OurManager(_Manager):
     def ask_again(
         self, recorder: Recorder, case: str, batches: Batches, contexts: Sequence[ReqContext]
     ) -> None:
-        """Look up again as the connector does, after a step of other requests' stores."""
+        """Look up again as the connector does, after other requests have stored chunks."""
         waiting, asked = self.manager.waiting, []
         assert waiting is not None
         for batch, context in zip(batches, contexts, strict=True):
@@ -319,7 +316,7 @@ class OurManager(_Manager):
             )
 
         count = sum(map(len, batches))
-        assert recorder.time(case, "look_up_again", count, ask_again), "nothing has changed"
+        assert recorder.time(case, "look_up_again", count, ask_again), "an answer changed"
         for context, (_, _, answer) in zip(contexts, asked, strict=True):
             waiting.allocated(context.req_id, answer.found or 0)
             del self._keys[context.req_id]
@@ -328,7 +325,6 @@ class OurManager(_Manager):
         return [self._keys[request_id]] if request_id in self._keys else None
 
     def fill(self, keys: npt.NDArray[np.void]) -> None:
-        """Store chunks with these keys, and write them to the pool."""
         for batch in batches_of(keys, _FILLED_AT_ONCE):
             plan = self.manager.core.prepare_store(batch)
             assert plan.command is not None
@@ -336,7 +332,7 @@ class OurManager(_Manager):
             self.write_all()
 
     def measure_store(self, recorder: Recorder, batches: Batches) -> None:
-        """Measure storing and writing these chunks, all of them new."""
+        """Measure storing and writing these chunks, all of which are new."""
         manager, count = self.manager, sum(map(len, batches))
         contexts = self.contexts(batches)
         outputs = recorder.time(
@@ -381,8 +377,8 @@ class OurManager(_Manager):
         self.write_all()
 
     def measure_holds(self, recorder: Recorder, cached: Batches, in_pool: Batches) -> None:
-        """Measure holding preempted requests' chunks in the CPU tier, and fetching those that are
-        only in the pool, up to the limit in flight. Then release them, as if the requests ran."""
+        """Measure holding preempted requests' cached chunks, releasing them, and fetching
+        `in_pool`, up to the limit in flight."""
         core = self.manager.core
 
         def turns(batches: Batches) -> Callable[[], None]:
@@ -402,11 +398,11 @@ class OurManager(_Manager):
 
         count = sum(map(len, cached))
         recorder.time("hold", "hold", count, turns(cached))
-        assert len(core.held()) == count, "the CPU tier has room for them"
+        assert len(core.held()) == count, "the CPU tier has room for all"
         recorder.time("hold", "release", count, leave)
         if count <= FETCHES_MAX:
             recorder.time("hold", "fetch", count, turns(in_pool))
-            assert len(core.held()) == count, "as many may be in flight"
+            assert len(core.held()) == count, "the limit allows all in flight"
             self.write_all()
             leave()
 
@@ -419,7 +415,7 @@ class OurManager(_Manager):
 
 
 class VllmManager(_Manager):
-    """vLLM's own manager, whose only tier is full: it holds the chunks in `keys`."""
+    """vLLM's own manager, whose only tier is filled with the chunks in `keys`."""
 
     def __init__(self, keys: npt.NDArray[np.void]) -> None:
         super().__init__(CPUOffloadingManager(len(keys)))
@@ -449,10 +445,10 @@ class VllmManager(_Manager):
 
 
 class Blocks:
-    """vLLM's manager of GPU blocks, each of which is one chunk, with room for a prompt of `chunks`.
+    """vLLM's manager of GPU blocks, with room for a prompt of `chunks` blocks of one chunk each.
 
-    It measures vLLM's own work for a load in the step that plans it, to compare our part of that
-    step with. No GPU memory is allocated. The prefix cache is on, as it is by default.
+    It measures vLLM's own work in the step that plans a load, for comparison with ours. No GPU
+    memory is allocated. The prefix cache is enabled, as by default.
     """
 
     def __init__(self, chunks: int) -> None:
@@ -468,9 +464,9 @@ class Blocks:
         self._made = 0
 
     def measure(self, recorder: Recorder, chunks: int) -> None:
-        """Measure the allocation of a load of `chunks` chunks, and what follows the load."""
+        """Measure allocating a load's blocks, and entering them in the prefix cache."""
         self._made += 1
-        tokens = [self._made] * (chunks * _TOKENS_PER_CHUNK + 1)  # one token is left to compute
+        tokens = [self._made] * (chunks * _TOKENS_PER_CHUNK + 1)  # vLLM computes at least one token
         request = Request(
             str(self._made), tokens, SamplingParams(), None, block_hasher=self._hasher
         )
@@ -488,7 +484,7 @@ class Blocks:
 
 
 def _hash(value: Any) -> bytes:
-    """Return a block's hash. vLLM hashes when a request arrives; this is no part of the figures."""
+    """Return a block's hash. The figures exclude it: vLLM hashes when a request arrives."""
     return hash(value).to_bytes(8, "little", signed=True) * 4
 
 
@@ -499,7 +495,7 @@ _POLL_S = 0.0005
 
 
 class InstantIo(NoIoEngine):
-    """An I/O engine of native lanes whose operations complete as soon as they are submitted."""
+    """An I/O engine with native lanes that complete operations on submission."""
 
     stamp = Stamp(1, bytes(TAG_BYTES))
 
@@ -533,7 +529,7 @@ class Worker:
         assert thread.ident is not None
         self._clock = time.pthread_getcpuclockid(thread.ident)
         self.runner = runner
-        nothing: Any = None  # without data there is neither staging nor a pool
+        nothing: Any = None  # no staging or pool, because no data moves
         geometry = CacheGeometry([(Group(0, GroupKind.FULL, 16), [tensor])])
         parts = RankWorker(runner, geometry, copy, io, nothing, None)
         self._worker = NVMeoFOffloadingWorker(parts)
@@ -545,7 +541,7 @@ class Worker:
         meter_unlocked(False)
 
     def measure(self, recorder: Recorder, keys: Sequence[Sequence[bytes]]) -> None:
-        """Store, write, and load chunks from cache slots and from the pool. keys: a list per op."""
+        """Measure a store, a write, and loads from cache slots and pool. keys: a list per op."""
         ends = np.cumsum([len(op) for op in keys]).tolist()
         slots = [
             np.arange(end - len(op), end, dtype=np.int32)
@@ -554,7 +550,7 @@ class Worker:
         blocks = [GPULoadStoreSpec(self._blocks[one].tolist(), [len(one)], [0]) for one in slots]
         worker = self._worker
         for case in ("store", "write", "cpu", "pool"):
-            # The manager writes all chunks that a step has stored in one op.
+            # The manager writes all chunks stored in a step with one op.
             rows = [np.concatenate(slots)] if case == "write" else slots
             named = [list(chain.from_iterable(keys))] if case == "write" else keys
             given = {self._next(): self._batch(case, *one) for one in zip(named, rows, strict=True)}
@@ -577,7 +573,7 @@ class Worker:
         calls: Sequence[Callable[[], object]],
         chunks: Mapping[int, int],
     ) -> None:
-        """Submit the calls and wait for the reports of all chunks. chunks: op → their number."""
+        """Submit the calls and wait until all chunks are reported. chunks: op → its chunks."""
         count = left = sum(chunks.values())
         began_s, end_s = time.clock_gettime(self._clock), time.monotonic() + _DONE_S_MAX
         unlocked_before_s = unlocked_s()
@@ -596,7 +592,7 @@ class Worker:
             took_s = time.thread_time() - take_s
             reports = self._worker.take_reports()[0]
             if reports:
-                finished_s, took_s = finished_s + took_s, 0.0  # only calls that returned reports
+                finished_s, took_s = finished_s + took_s, 0.0  # count only calls that found reports
             for report in unpacked(reports):
                 if isinstance(report, OpReport):
                     left -= chunks[report.op] if report.indexes is None else len(report.indexes)
@@ -634,17 +630,14 @@ _MEMORY_CACHE_SLOTS = 4096
 
 @dataclass(frozen=True)
 class Settings:
-    """ops: one-chunk ops per sample; the same number of requests, each with its own state, may
-    start in one step."""
+    """Settings of the run. ops: one-chunk ops per sample, each for a separate request."""
 
     chunks: tuple[int, ...] = option((512, 8192, 65_536), "Chunks per op.")
     entries: int = option(1_000_000, "Chunks in each manager's index.", min=1)
     repeats: int = option(7, "Measured rounds, after a warm-up round.", min=1)
     seed: int = option(1, "Seed for keys and order.")
     directory: Path = option(
-        Path("build/bench/disk"),
-        "Directory for the pool's table, 64 bytes per entry.",
-        flag="--dir",
+        Path("build/bench/disk"), "Directory for the tables, 64 bytes per entry.", flag="--dir"
     )
     ops: int = 200
 
@@ -652,8 +645,8 @@ class Settings:
         check_positive(self, "chunks", "entries", "repeats")
         if self.entries < 2 * (self.cache_slots + 2 * sum(self.sizes.values())):
             raise BenchError(
-                f"{self.entries} entries are too few for ops of {max(self.chunks)} chunks: chunks "
-                "must not be evicted from the pool before they are loaded"
+                f"{self.entries} entries are too few for ops of {max(self.chunks)} chunks: the "
+                "pool would evict chunks before they are loaded"
             )
 
     @property
@@ -663,12 +656,12 @@ class Settings:
 
     @property
     def cache_slots(self) -> int:
-        """Cache slots for two stores of the largest size: half may hold chunks not yet written."""
+        """Cache slots for two stores of the largest size; half may hold unwritten chunks."""
         return 2 * max(self.sizes.values())
 
 
 class Table:
-    """The tables of a full pool on disk, which a rank adopts when it starts."""
+    """The tables of a full pool on disk, which a starting rank adopts."""
 
     def __init__(self, directory: Path, keys: npt.NDArray[np.void], targets: int) -> None:
         self._counts = slots_by_target(len(keys), targets)
@@ -680,7 +673,7 @@ class Table:
             path.write_bytes(b"".join(entries))
 
     def adopt(self) -> tuple[AdoptedEntries, float]:
-        """Return the adopted entries, and the CPU seconds that adoption took."""
+        """Return the adopted entries and the CPU seconds of adoption."""
         fds = [os.open(path, os.O_RDONLY) for path in self._paths]
         try:
             slabs: Any = [
@@ -712,7 +705,7 @@ def frozen() -> Iterator[None]:
 
 
 class _Round:
-    """One round, with a new manager of ours whose CPU tier is full."""
+    """A round, with a new manager of ours whose CPU tier is full."""
 
     def __init__(
         self, settings: Settings, number: int, table: Table, keys: npt.NDArray[np.void]
@@ -733,7 +726,6 @@ class _Round:
         self._in_pool = keys[len(keys) - len(rows) :][rows]
 
     def measure(self, chunks: int, theirs: VllmManager, rank: Worker) -> None:
-        """Measure all stages of ops of `chunks` chunks."""
         count = self._settings.sizes[chunks]
         new, self._in_pool, in_pool = (
             self._new_keys(count), self._in_pool[count:], self._in_pool[:count],
@@ -754,7 +746,6 @@ class _Round:
             self.samples += recorder.samples
 
     def _new_keys(self, count: int) -> npt.NDArray[np.void]:
-        """Return keys of chunks that neither manager has stored."""
         self._made += 1
         return random_keys([self._settings.seed, 3, 1 + self._number, self._made], count)
 
@@ -769,13 +760,13 @@ def _start_sample(
 
 def _resident_bytes() -> int:
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # otherwise reused free memory hides growth
+    ctypes.CDLL(None).malloc_trim(0)  # otherwise the reuse of free memory hides growth
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * mmap.PAGESIZE
 
 
 def _fill_managers(settings: Settings, table: Table) -> tuple[VllmManager, Iterator[Sample]]:
-    """Return vLLM's manager, full, and samples of both indexes' memory; ours is discarded."""
+    """Return vLLM's manager, full, and samples of the memory of both managers' indexes."""
     adopted, _ = table.adopt()
     before = _resident_bytes()
     ours = OurManager(adopted, _MEMORY_CACHE_SLOTS)
@@ -826,10 +817,10 @@ def _measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "hotpath",
-        """Measure the cost per chunk on the scheduler's, the model's and the pipeline's threads.
+        """Measure the CPU time per chunk on the scheduler's, model's and pipeline's threads.
 
-        Our manager and vLLM's CPU offloading manager take turns in this process, each with a
-        million chunks; no data is copied, read or written. Takes 2 minutes and 2 GiB of memory.
+        Measures our manager and vLLM's CPU offloading manager alternately in this process, each
+        with a million chunks. No data is moved. Takes 2 minutes and 2 GiB of memory.
         """,
         Settings,
         _measure,

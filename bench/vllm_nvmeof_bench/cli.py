@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`vllm-nvmeof bench …`: a command per benchmark, `report` for results files, and the demo.
 
-A benchmark's settings declare the options of `bench NAME`. Each benchmark is imported only when its
-command is used, so that other commands start fast.
+Each benchmark is imported only when its command is used, so that other commands start fast.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Check = Annotated[bool, typer.Option("--check", help="Exit with code 1 if a goal
 
 
 class _Benches(TyperGroup):
-    """The commands of the benchmarks, each built when it is first used."""
+    """The commands of the benchmarks, each built on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*benchmarks.GROUPS, *super().list_commands(ctx)]
@@ -53,7 +52,7 @@ class _Benches(TyperGroup):
 
 bench_app = typer.Typer(
     cls=_Benches,
-    help="Benchmark servers, this machine's disks and GPU, and parts of this package.",
+    help="Benchmark servers, the disks and GPU of this machine, and parts of this package.",
     no_args_is_help=True,
 )
 
@@ -63,7 +62,7 @@ def _bench(command_name: str, name: str, panel: str | None = None) -> Any:
 
 
 def bench_of(command_name: str, found: Report, command: Command, panel: str | None = None) -> Any:
-    """Build a command that measures, writes the file and prints it. panel: its help panel."""
+    """Build a command that measures, writes the results file and prints its report."""
 
     def run(**given: Any) -> None:
         json_path: Path = given["json_path"]
@@ -88,7 +87,7 @@ def _command_of(
     text: str,
     panel: str | None = None,
 ) -> Any:
-    """Build a command with these typer options: name → (type, default)."""
+    """Build a command. options: name → (type, default), as for typer. text: the help text."""
     function.__doc__ = text
     function.__annotations__ = {name: kind for name, (kind, _) in options.items()}
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
@@ -118,7 +117,7 @@ def options_of(settings: type[Any]) -> dict[str, tuple[Any, Any]]:
 
 
 def settings_of(settings: type[Any], given: dict[str, Any]) -> Any:
-    """Build settings from the values of the options."""
+    """Build settings from the options' values."""
     chosen: dict[str, Any] = {}
     hints = get_type_hints(settings)
     for one in dataclasses.fields(settings):
@@ -131,7 +130,7 @@ def settings_of(settings: type[Any], given: dict[str, Any]) -> Any:
 
 
 def _typed(one: dataclasses.Field[Any], hint: Any, option: Option) -> tuple[Any, Any]:
-    """Return (type, default) for typer; sizes and lists of values are parsed by `read`."""
+    """Return (type, default) for typer; `read` parses sizes and comma-separated values."""
     if option.argument:
         return Annotated[hint, typer.Argument(help=option.help)], inspect.Parameter.empty
     flag, more = [option.flag] if option.flag else [], {"help": option.help}
@@ -149,7 +148,7 @@ def _typed(one: dataclasses.Field[Any], hint: Any, option: Option) -> tuple[Any,
         try:
             values = tuple(map(kind, texts))
         except ValueError as error:
-            wrong = str(error) if option.in_bytes else f"{text!r}: give numbers, such as 1,2,4"
+            wrong = str(error) if option.in_bytes else f"{text!r}: give numbers such as 1,2,4"
             raise typer.BadParameter(wrong) from None
         return values if several else values[0]
 
@@ -168,7 +167,7 @@ def demo(
         "build/demo.json"
     ),
     quick: Annotated[bool, typer.Option(help="Take fewer samples.")] = False,
-    keep: Annotated[bool, typer.Option(help="Keep the demo's pool directory.")] = False,
+    keep: Annotated[bool, typer.Option(help="Keep the pool's directory.")] = False,
     pool: Annotated[
         Path | None, typer.Option(help="Create the pool's directory here, not in build/.")
     ] = None,
@@ -176,7 +175,7 @@ def demo(
         bool, typer.Option("--random", help="Use a random model, with tokens instead of text.")
     ] = False,
 ) -> None:
-    """Demonstrate the cache on this machine: a small model, a vLLM server, restart, preemption."""
+    """Demonstrate offloading with a small model: returning prompts, preemption and a restart."""
     from vllm_nvmeof_bench.demo.main import run
 
     raise typer.Exit(run(json_path, quick=quick, keep=keep, pool_dir=pool, random=random))
@@ -187,28 +186,26 @@ def report(
     path: Annotated[
         Path,
         typer.Argument(
-            help="A benchmark's results file, a directory of such files, or a page (.md), whose "
+            help="Results file of a benchmark, directory of such files, or Markdown page whose "
             "marked figures are printed again from bench/results."
         ),
     ],
     goals: Goals = True,
     page: Annotated[
-        Path | None,
-        typer.Option(help="Page to write for a directory. Default: DIR/REPORT.md."),
+        Path | None, typer.Option(help="Page to write for a directory. Default: DIR/REPORT.md.")
     ] = None,
     check: Annotated[
         bool,
         typer.Option(
             "--check",
-            help="Exit with code 1 on a missed goal, a left-out file, or an outdated page, which "
-            "stays as it is.",
+            help="Exit with code 1 on a missed goal, an unreadable file or an outdated page, which "
+            "is then not rewritten.",
         ),
     ] = False,
 ) -> None:
-    """Print a results file's tables, or write one Markdown page for a directory of results files.
+    """Print the tables of a results file, or write a Markdown page for a directory of such files.
 
-    Nothing is measured. Each file names its benchmark. The page shows published figures next to
-    ours; it gives the reason in one line if a file is damaged or its benchmark unknown.
+    The page lists damaged files and files of unknown benchmarks, each with the reason.
     """
     if path.is_dir():
         from vllm_nvmeof_bench.page import write

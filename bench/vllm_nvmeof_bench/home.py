@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What surrounds a run: a temporary directory, progress on the terminal, no garbage collection."""
+"""The surroundings of a run: a temporary directory, a progress bar, no garbage collection."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ from vllm_nvmeof_offload.units import format_bytes
 
 @contextlib.contextmanager
 def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir") -> Iterator[Path]:
-    """Create a new directory inside `directory`, and delete it with its content at the end.
-
-    Raises: BenchError: `directory` cannot be used, or has less than `bytes_max` free.
-    """
+    """Create a directory inside `directory`, and delete it with its content at the end. Raise
+    BenchError if `directory` cannot be used or has less than `bytes_max` free."""
     made = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -51,10 +49,8 @@ def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir")
 
 
 def drop_logs(logs: Path, names: Iterable[str]) -> None:
-    """Delete the logs of the servers `names`, and the directory `logs` if it is then empty.
-
-    The directory is among the user's files, and may have existed before the benchmark.
-    """
+    """Delete the logs of the servers `names`, and the directory `logs` if it is then empty: it can
+    contain files of the user's."""
     for name in names:
         with contextlib.suppress(OSError):
             (logs / f"{name}.log").unlink()
@@ -63,7 +59,7 @@ def drop_logs(logs: Path, names: Iterable[str]) -> None:
 
 
 def sync_file_system(directory: Path) -> None:
-    """Write dirty pages of the file system of `directory` to its device."""
+    """Write the dirty pages of `directory`'s file system to the device."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         ctypes.CDLL(None).syncfs(fd)
@@ -96,26 +92,22 @@ def quiet_interpreter() -> Iterator[None]:
             gc.enable()
 
 
-#: The arguments: measurements done, measurements in total, and a text for the next one.
+#: A function of the measurements done, their total, and a description of the next one.
 OnProgress = Callable[[int, int, str], None]
 
 
 def unheard(done: int, total: int, what: str) -> None:
-    """Ignore progress."""
+    """Ignore all progress."""
 
 
 @contextmanager
 def progress(logged: Callable[[str], bool] = lambda what: True) -> Iterator[OnProgress]:
-    """Show a bar. It is redrawn only between measurements: a refresh thread would affect them.
+    """Show a bar, redrawn only between measurements, which a refresh thread would disturb.
 
-    logged: a function of a step's text: whether to print it if stderr is not a terminal.
+    logged: returns whether to print a step's text if stderr is not a terminal.
     """
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-    )
+    text = TextColumn("{task.description}")
+    columns = text, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     console = Console(stderr=True)
     with Progress(*columns, console=console, auto_refresh=False) as bar:
         task = bar.add_task("starting", total=None)

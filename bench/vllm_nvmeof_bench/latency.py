@@ -6,16 +6,14 @@ A *point* is a size, a number of jobs and a depth, measured on each target with 
     fio    `jobs` processes with io_uring, registered buffers and files, O_DIRECT
     ours   `jobs` processes, each with the product's engine and a separate pool, like ranks
 
-A job does random reads (or writes) in its own 64 MiB, which were written before, and keeps `depth`
-of them in flight: when one completes, the next is submitted. Latency is measured from submission
-until the caller has the result. For our engine it includes the Python caller: sealing, checksums,
-the identity check, the ring's thread and the wake-up. For 4 KiB our slot is 8 KiB: a header page
-and the payload. For other sizes both arms move all bytes of a slot.
+A job keeps `depth` random reads (or writes) in flight in its own 64 MiB, which were written before.
+Latency is the time from submission until the caller has the result. For our engine it includes
+sealing, checksums, the identity check, the ring's thread, the wake-up and the Python caller. At
+4 KiB our slot is 8 KiB: a header page and the payload. At other sizes both arms move whole slots.
 
-At every point and in every round both arms run on both targets in random order, so that compared
-values are measured within seconds of each other. Sizes are measured one after another, each with
-its own files and pools. The throttle, if any, is set before each measurement and removed after it.
-This process and its children are in the throttle's control group from the start.
+At every point of every round both arms run on both targets in random order, so that compared values
+are measured within seconds of each other. Each size has separate files and pools. A throttle is set
+only during measurements; this process and its children are in its control group from the start.
 """
 
 from __future__ import annotations
@@ -62,13 +60,13 @@ _CASES = ("read", "write")
 _THROTTLE_MB_PER_S = 100
 _REMEDY = "give another --target, or fewer --jobs"
 _MB = 1_000_000
-#: A pause after setting the throttle, to let the rest of an unthrottled time slice expire.
+#: The pause after setting the throttle, in which the kernel's unthrottled time slice expires.
 _SLICE_S = 0.15
 _T = TypeVar("_T")
 
 
 class Place(NamedTuple):
-    """A target. mb_per_s: the limit of the throttle on its disk; None: not throttled."""
+    """A target. mb_per_s: the throttle's limit in MB/s; None: not throttled."""
 
     name: str
     directory: Path
@@ -77,25 +75,23 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. slot_bytes: payloads of pool slots. ramp_s: duration before operations count."""
+    """Settings of the run. ramp_s: duration before operations count. job_bytes: a job's data."""
 
     target: tuple[str, ...] = option(
         ("local=build/bench/latency-disk",),
-        "NAME=DIRECTORY, once or twice: the second is compared with the first. If given once, "
-        "the second is a throttled stand-in on the same disk.",
+        "Target as NAME=DIRECTORY, once or twice: the second is compared with the first. If given "
+        "once, the second is a throttled stand-in on the same disk.",
         recorded=False,
         repeated=True,
     )
     throttle: int = option(0, "Throttle of the second target in MB/s; 0: none.", min=0)
-    cases: tuple[str, ...] = option(("read",), "Cases: read,write.")
+    cases: tuple[str, ...] = option(("read",), "Cases to measure: read,write.")
     jobs: tuple[int, ...] = option((1, 2, 4), "Concurrent processes.")
     depths: tuple[int, ...] = option((1, 4, 16), "I/Os in flight in each process.")
-    slot_bytes: int = size_option(
-        512 * KIB, "Payload of a pool slot, measured after 4 KiB.", flag="--slot"
-    )
+    slot_bytes: int = size_option(512 * KIB, "Payload size, in addition to 4 KiB.", flag="--slot")
     rounds: int = option(5, "Samples per measurement.", min=1)
     run_s: float = option(0.5, "Seconds per measurement.", flag="--seconds")
-    seed: int = option(1, "Seed for contents, places and orders.")
+    seed: int = option(1, "Seed for contents and orders.")
     ramp_s: float = 0.1
     job_bytes: int = 64 * MIB
 
@@ -103,7 +99,7 @@ class Settings:
         check_names("case", self.cases, _CASES)
         check_positive(self, "jobs", "depths", "rounds")
         if self.run_s <= 0:
-            raise BenchError("a measurement must be longer than 0 s")
+            raise BenchError("a measurement must take more than 0 s")
         if self.slot_bytes < PAYLOAD_MIN or self.slot_bytes % PAYLOAD_MIN:
             raise BenchError(f"slot of {self.slot_bytes} bytes: O_DIRECT needs multiples of 4 KiB")
         if self.slots(self.slot_bytes) < 2 * max(self.depths):
@@ -114,19 +110,14 @@ class Settings:
 
     @property
     def places(self) -> tuple[Place, Place]:
-        """The two targets.
-
-        If only one was given, the second is a throttled stand-in in the same directory. If two were
-        given and a throttle is set, the second is throttled, and its name says so.
-
-        Raises: BenchError: a target is not NAME=DIRECTORY, or there are more than two, or none.
-        """
+        """The two targets: those given, the second throttled if `throttle` is set; or one and a
+        throttled stand-in in its directory. Raises BenchError if the option is malformed."""
         given = [text.partition("=") for text in self.target]
         named = {name: Path(directory) for name, _, directory in given if name and directory}
         if not 0 < len(named) == len(given) <= 2:
             raise BenchError(
-                f"--target {' '.join(self.target)!r}: give one or two of different names, each as "
-                "NAME=DIRECTORY"
+                f"--target {' '.join(self.target)!r}: give one or two as NAME=DIRECTORY, with "
+                "different names"
             )
         (first, directory), *others = named.items()
         if not others:
@@ -148,20 +139,17 @@ class Settings:
         return [Point(*side) for side in sides]
 
     def slots(self, payload_bytes: int) -> int:
-        """Return the number of slots in one job's pool."""
+        """Return the number of slots in a job's pool."""
         return self.job_bytes // slot_stride_bytes(payload_bytes)
 
     @property
     def disk_bytes_max(self) -> int:
-        """The most space used on one target: a pool and a file per job, and the pools' tables."""
+        """The most space used on a target: a pool with its table and a file per job."""
         return max(self.jobs) * (2 * self.job_bytes + 8 * MIB)
 
 
-# -- one job of ours, in a separate process ---------------------------------------------------
-
-
 class Order(NamedTuple):
-    """A request to keep `depth` operations in flight for ramp_s + run_s; only run_s counts."""
+    """An order to keep `depth` operations in flight for ramp_s + run_s; only run_s counts."""
 
     case: str
     depth: int
@@ -170,10 +158,8 @@ class Order(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A job's result. latencies_us: those of operations submitted after the ramp.
-
-    seconds: from the ramp's end to the last completion; cpu_s: CPU time used in that period.
-    """
+    """A job's result. latencies_us: of operations submitted after the ramp. seconds, cpu_s: time
+    and CPU time from the end of the ramp to the last completion."""
 
     latencies_us: list[float]
     seconds: float
@@ -188,10 +174,8 @@ def drive(
     clock: Callable[[], float] = time.perf_counter,
     cpu: Callable[[], float] = time.process_time,
 ) -> Answer:
-    """Run operations on random slots, each slot at most once at a time, in a closed loop.
-
-    Raises: BenchError: an operation failed, or none completed for a minute.
-    """
+    """Run operations on random slots in a closed loop, at most one per slot at a time; raise
+    BenchError if an operation failed or none completed for a minute."""
     waiting = collections.deque(dice.sample(range(slots), slots))
     handed: dict[int, tuple[float, int]] = {}  # token → (time of submission, slot)
     token, latencies = 0, []
@@ -222,13 +206,13 @@ def drive(
 def _opened(
     directory: Path, payload_bytes: int, slots: int, seed: int
 ) -> tuple[EngineMover, random.Random]:
-    """Return this process's engine, on its own pool, every slot of which is written once."""
+    """Return this process's engine and random order. Every slot of the pool was written once."""
     staging = Staging(slot_stride_bytes(payload_bytes), slots, 0)
     fill(staging, seed)
     try:
         mover = EngineMover("uring", Ground(directory, payload_bytes, slots, staging))
         mover.fill()
-    except OffloadError as error:  # a BenchError can be pickled for the parent
+    except OffloadError as error:  # only BenchError can be pickled for the parent
         raise BenchError(f"a job of ours cannot start: {error}") from None
     return mover, random.Random(seed)
 
@@ -243,14 +227,12 @@ def _drive_here(order: Order, *job: Any) -> Answer:
         return drive(mover, job[2], order, dice)
 
 
-# -- arms ---------------------------------------------------------------------------------
-
-#: Measures a point with a seed; returns the measured fields of a `Sample`.
+#: A function of a point and a seed that measures, and returns the measured fields of a `Sample`.
 _Measure = Callable[[Point, int], dict[str, Any]]
 
 
 def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
-    """Write one file per job; return the measurement by fio, which runs one process per job."""
+    """Write a file per job; return the measurement by fio with one process per job."""
     directory.mkdir()
     files = [directory / f"file-{job}" for job in range(max(settings.jobs))]
     for number, path in enumerate(files):
@@ -288,10 +270,10 @@ def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
 def _our_arm(
     stack: contextlib.ExitStack, directory: Path, settings: Settings, payload_bytes: int
 ) -> tuple[_Measure, list[str]]:
-    """Return our measurement, and the names of the engines that the jobs use.
+    """Return our measurement, and the names of the jobs' engines.
 
-    One process per job waits between measurements and ignores Ctrl-C. The seed of a measurement is
-    used only by fio: our jobs continue the random order with which they started.
+    Each job's process waits between measurements, and ignores Ctrl-C. Only fio uses a measurement's
+    seed; our jobs continue their own random order.
     """
     directory.mkdir()
     slots, at_start = settings.slots(payload_bytes), (signal.SIGINT, signal.SIG_IGN)
@@ -315,7 +297,7 @@ def _our_arm(
         rates = [
             len(answer.latencies_us) * payload_bytes / MIB / answer.seconds
             for answer in answers
-            if answer.latencies_us  # none if the target is so slow that a job completed nothing
+            if answer.latencies_us  # empty if the target is too slow for a job
         ]
         moved = len(latencies) * payload_bytes
         return {
@@ -331,15 +313,11 @@ def _our_arm(
 
 
 def _results(begun: Iterable[Future[_T]]) -> list[_T]:
-    """Return the results of all futures, which run concurrently."""
     futures = list(begun)
     try:
         return [one.result() for one in futures]
     except BrokenExecutor as error:
         raise BenchError(f"a job of ours exited: {error}") from None
-
-
-# -- the run ------------------------------------------------------------------------------
 
 
 def run(
@@ -349,11 +327,10 @@ def run(
 ) -> None:
     """Measure; after each size, pass all samples so far and the conditions to `keep`.
 
-    Raises:
-        BenchError: fio, io_uring or space is missing, or an arm failed.
-        ThrottleError: a throttle is needed but not possible here.
+    Raises: BenchError: fio, io_uring or space is missing, or an arm failed. ThrottleError: this
+    machine does not support a throttle that the settings need.
     """
-    places, fio = settings.places, Fio()  # report wrong settings first
+    places, fio = settings.places, Fio()
     with contextlib.ExitStack() as stack:
         homes = {
             place.name: stack.enter_context(
@@ -396,7 +373,7 @@ class _Run:
     engines: set[str] = field(default_factory=set)
 
     def size(self, payload_bytes: int) -> None:
-        """Measure all points of a size; delete its files at the end."""
+        """Measure all points of a size, and delete its files."""
         settings, name = self.settings, size_name(payload_bytes)
         with contextlib.ExitStack() as stack:
             arms: dict[tuple[str, str], _Measure] = {}
@@ -426,7 +403,7 @@ class _Run:
             found[place, arm] = Sample(
                 target=place.name, arm=arm, round=number, **asdict(point), **measured
             )
-        # The results file keeps the order of targets: the second is compared with the first.
+        # The order of targets matters: the report compares the second with the first.
         self.samples += [found[pair] for pair in pairs]
 
     def _limit(self, mb_per_s: int | None) -> None:
@@ -445,10 +422,7 @@ class _Run:
 
 
 def measure(settings: Settings, json_path: Path) -> None:
-    """Run the benchmark, and write the JSON file after each size.
-
-    Raises: BenchError, ThrottleError: the benchmark cannot run here, or an arm failed.
-    """
+    """Run the benchmark, and write the JSON file after each size. Raises as `run` does."""
     with progress() as on_progress:
         run(settings, lambda *found: dump(json_path, "latency", *found), on_progress)
 
@@ -456,11 +430,10 @@ def measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "latency",
-        """Measure the latency of random I/O on two targets, and what our engine adds to fio's.
+        """Measure the latency of random I/O on two targets, by fio and by our engine.
 
-        Measures each number of jobs and depth with 4 KiB and with whole slots, interleaved. Takes
-        about 6 minutes and 0.6 GiB on each target, freed at the end. A throttle needs a control
-        group, and so usually root. Nothing else should run at the same time.
+        Takes about 6 minutes and 0.6 GiB on each target, freed at the end. A throttle needs a
+        control group, and thus usually root. Nothing else should run at the same time.
         """,
         Settings,
         measure,

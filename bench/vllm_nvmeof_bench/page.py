@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench report`: one Markdown page with a section per results file in a directory.
-
-The sections follow the order of `BENCHMARKS`. If a file is damaged or its benchmark is unknown, the
-page gives the reason in one line.
-"""
+"""`bench report`: one Markdown page with a section per results file in a directory, in the order of
+`BENCHMARKS`. For an unreadable file, the page gives the reason in one line."""
 
 from __future__ import annotations
 
@@ -17,14 +14,14 @@ from vllm_nvmeof_bench.benchmark import BENCHMARKS, report_of, words_of
 from vllm_nvmeof_bench.report import Report, markdown
 from vllm_nvmeof_bench.results import BenchError, name_in
 
-#: Exceptions that damaged samples or conditions can raise in a benchmark's report.
+#: Exceptions that damaged samples or conditions can raise in a report.
 _DAMAGE = (BenchError, ArithmeticError, AssertionError, AttributeError, LookupError, TypeError,
            ValueError)  # fmt: skip
 
 
 @dataclass
 class Page:
-    """A page to write. text: Markdown. left_out: name of a file that is left out → the reason."""
+    """A page to write. text: Markdown. left_out: name of an omitted file → the reason."""
 
     text: str = ""
     sections: int = 0
@@ -32,11 +29,8 @@ class Page:
 
 
 def write(directory: Path, page_path: Path | None) -> bool:
-    """Write a directory's page, by default inside it; return False if a file was left out.
-
-    Raises:
-        BenchError: no such directory, or the page cannot be written.
-    """
+    """Write a directory's page, by default inside it; return False if a file was left out. Raise
+    BenchError if there is no such directory or the page cannot be written."""
     path = page_path or directory / "REPORT.md"
     console = Console(soft_wrap=True, highlight=False, markup=False)
     page = build(directory, console.print)
@@ -52,11 +46,7 @@ def write(directory: Path, page_path: Path | None) -> bool:
 
 
 def build(directory: Path, on_progress: Callable[[str], None] = lambda what: None) -> Page:
-    """Build the page of a directory's `*.json` files.
-
-    Raises:
-        BenchError: no such directory.
-    """
+    """Build the page of a directory's `*.json` files; raise BenchError if it is no directory."""
     if not directory.is_dir():
         raise BenchError(f"{directory}: not a directory")
     page = Page()
@@ -79,23 +69,22 @@ def build(directory: Path, on_progress: Callable[[str], None] = lambda what: Non
     head = (
         "# Benchmarks\n\n"
         f"Written by `vllm-nvmeof bench report` from {page.sections} results files; each section "
-        "names its file and the conditions. Nothing here is extrapolated."
+        "names its file and gives the conditions. No figure is extrapolated."
     )
     if page.left_out:
         lines = "\n".join(f"- `{name}`: {why}" for name, why in sorted(page.left_out.items()))
-        sections += ["## Files that are not in this page", lines]
+        sections += ["## Files that were left out", lines]
     page.text = "\n\n".join([head, *sections]) + "\n"
     return page
 
 
 def _without_path(error: Exception, path: Path) -> str:
-    """Return the error's text without the file's directory, because the page may be published."""
+    """Return the error's text without the file's directory: pages are published."""
     text = str(error) if isinstance(error, BenchError) else repr(error)
     return text.removeprefix(f"{path}: ").replace(str(path), path.name)
 
 
 def _section(path: Path, report: Report) -> list[str]:
-    """Return the blocks of one file's section."""
     command = "demo" if report.name == "demo" else f"bench {words_of(report.name)}"
     blocks = [f"## {report.title}", f"`{command}`, samples in `{path.name}`."]
     return blocks + markdown(report.parts(*report.read(path)))

@@ -1,8 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's users: they ask about documents that are part of every Python installation.
-
-The documents are chapters of Python's own manual, which `help()` shows.
-"""
+"""The demo's users, who ask about chapters of Python's own manual, which every installation has."""
 
 from __future__ import annotations
 
@@ -10,7 +7,7 @@ from pydoc_data.topics import topics
 
 from vllm_nvmeof_bench.servers.client import Answer, Message
 
-#: For each user: a chapter of the manual, and its title in the opening message.
+#: Each user's chapter of the manual, and the chapter's title in the opening message.
 _DOCUMENTS = (
     ("formatstrings", "format strings"),
     ("string-methods", "methods of strings"),
@@ -30,7 +27,7 @@ _CHARACTERS_PER_TOKEN = 3.5
 
 
 class Chat:
-    """A user who asks about a document of at most `tokens` tokens."""
+    """A user who asks about a chapter of at most `tokens` tokens."""
 
     def __init__(self, name: str, number: int, tokens: int) -> None:
         self.name = name
@@ -39,7 +36,7 @@ class Chat:
         chapter, title = _DOCUMENTS[number % len(_DOCUMENTS)]
         text = topics[chapter][: int(tokens * _CHARACTERS_PER_TOKEN)]
         self._opening = f"This is a chapter of Python's manual, on {title}.\n\n{text}\n\n"
-        # The name comes first, so that no two chats share a prefix and therefore KV.
+        # The name comes first, so that no two chats share a prefix and its KV.
         self._said: list[Message] = [{"role": "system", "content": f"You answer {name}."}]
 
     def next_prompt(self) -> list[Message]:
@@ -55,7 +52,7 @@ class Chat:
 
 
 def crowd(count: int, tokens: int) -> list[list[Message]]:
-    """Return the requests of `count` users, each about another part of a chapter."""
+    """Return one request per user, each about a different part of a chapter."""
     size = int(tokens * _CHARACTERS_PER_TOKEN)
     text = topics[_CROWDS]
     parts = [text[at : at + size] for at in range(0, count * size, size)]
@@ -63,6 +60,6 @@ def crowd(count: int, tokens: int) -> list[list[Message]]:
 
 
 def words(text: str, length: int = 60) -> str:
-    """Return the beginning of a text in one line."""
+    """Return the beginning of a text on one line."""
     line = " ".join(text.split())
     return line if len(line) <= length else line[:length].rsplit(" ", 1)[0] + " …"

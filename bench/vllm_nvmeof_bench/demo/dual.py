@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two servers share a pool, each over a slow link: a crowd returns over one link or both.
+"""A demo of two servers that share a pool, each over a slow link: prompts return over one or both.
 
-P answers the requests. D, a server with the same model, reads for P. First, the crowd's prompts are
-computed and stored; these answers are the reference. Then the crowd returns, round after round,
-with and without D. Finally it returns while D is killed every five seconds, all its processes at
-once with SIGKILL. At each kill the next D starts at another address that P knows; it is killed only
-after it has read something for P. Without a GPU, all are forked from a process that has imported
-vLLM, so that D restarts in seconds.
+P answers the requests; D, a server with the same model, reads for P. First P computes and stores a
+crowd of prompts; these answers are the reference. Then the crowd returns in several rounds, with
+and without D. Finally the crowd returns while D is killed every five seconds: SIGKILL ends all its
+processes at once, and the next D starts at another address that P knows. D is killed only after it
+has read chunks for P. Without a GPU, all servers are forked from a process that has imported vLLM,
+so that D restarts in seconds.
 
     python -m vllm_nvmeof_bench.demo.dual [--json FILE]
 """
@@ -45,9 +45,9 @@ from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 LINK_BYTES_PER_S = 60_000_000
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 5, 4096, 8
-#: Rounds, and how often in each round the crowd returns over both paths and over one.
+#: Rounds, and how often the crowd returns over both paths, and over one, in each round.
 ROUNDS, TIMES = 4, 2
-#: The goal for median TTFT over both paths / over one.
+#: The goal for the ratio of median TTFT over both paths to that over one.
 RATIO_MAX = 0.6
 KILLS, KILL_EVERY_S = 8, 5.0
 _SHAPE = ModelShape(layers=8, hidden=256, intermediate=512, heads=4, kv_heads=4)
@@ -56,18 +56,17 @@ _SLOTS, _SERVE_SLOTS = 96, 24
 _PULLED = {"name": "vllm:nvmeof_peer_bytes_total", "direction": "pulled"}
 _READ = {"name": "vllm:nvmeof_transfer_bytes_total", "direction": "load", "stage": "pool"}
 _WAIT_ROUNDS_MAX = 8
-#: A D that reads nothing for P is killed after _WAIT_S anyway; _LOOK_S: interval of checks.
+#: D is killed after _WAIT_S even if it has read nothing for P; this is checked every _LOOK_S.
 _WAIT_S, _LOOK_S = 60.0, 0.1
-#: P counts as using D once this share of the loaded bytes arrives through D.
+#: P counts as using D if this share of the loaded bytes was read by D.
 _FOUND_SHARE = 0.4
-#: Prompts that are sent only to evict the crowd from the CPU tier.
+#: Prompts sent only to evict the crowd from the CPU tier.
 _OTHERS = 2
 
 
 @dataclass
 class Phase:
-    """The crowd's results in one state of D. pulled_bytes: bytes that D read for P. read_bytes:
-    bytes that P read itself."""
+    """The crowd's results in one phase. pulled_bytes, read_bytes: read by D for P, and by P."""
 
     name: str
     ttft_s: list[float] = field(default_factory=list)
@@ -82,7 +81,7 @@ class Phase:
 
 
 class Pair:
-    """P, and D at one or both of two addresses. D may be killed and restarted; P is not."""
+    """P, and D at one or both of two addresses; D can be killed and restarted."""
 
     def __init__(
         self, console: Console, build: Path, target: Path, addresses: tuple[str, str]
@@ -104,7 +103,7 @@ class Pair:
         self._ds: dict[int, Server] = {}
 
     def start_d(self, number: int = 0) -> Server:
-        """Start D; it may read for P before it answers requests or `wait_ready` returns."""
+        """Start D without waiting. D may read for P before it is ready to answer requests."""
         self._ds[number] = start(self._specs[number], self._logs / f"dual-d{number}.log")
         return self._ds[number]
 
@@ -149,7 +148,7 @@ def _spec(model: Path, target: Path, control: Path, **more: object) -> ServerSpe
         env={
             "VLLM_SERVER_DEV_MODE": "1",
             ALLOW_FAULTS: "1",
-            # Otherwise vLLM binds the only math thread of both servers to the same core.
+            # Otherwise vLLM binds the math threads of both servers to the same core.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             "OMP_NUM_THREADS": "1",
         },
@@ -157,7 +156,7 @@ def _spec(model: Path, target: Path, control: Path, **more: object) -> ServerSpe
 
 
 class Crowd:
-    """The crowd's requests, and the answers to expect."""
+    """The crowd's requests, and the expected answers."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -167,14 +166,14 @@ class Crowd:
         self._right: list[Answer] = []
 
     def compute(self) -> Phase:
-        """Make the server compute and store all prompts."""
+        """Send all prompts once, so that the server computes and stores their KV."""
         phase = Phase("computed")
         self._right = asyncio.run(self._compute())
         _count(phase, self._right)
         return phase
 
     def come(self, phase: Phase) -> None:
-        """Send the crowd's requests once, after removing the crowd's KV from GPU memory."""
+        """Remove the crowd's KV from GPU memory, send its requests, and add the results."""
         answers, before, now = asyncio.run(self._return())
         whole = _count(phase, answers)
         pairs = zip(answers, self._right, strict=True)
@@ -201,7 +200,7 @@ class Crowd:
 
 
 def _count(phase: Phase, answers: Sequence[Answer]) -> list[Answer]:
-    """Add a crowd's results to `phase`; return the complete answers."""
+    """Add a crowd's results to `phase`, and return the complete answers."""
     whole = [answer for answer in answers if answer.failure is None]
     phase.failed += len(answers) - len(whole)
     phase.ttft_s += [answer.ttft_s for answer in whole]
@@ -209,7 +208,7 @@ def _count(phase: Phase, answers: Sequence[Answer]) -> list[Answer]:
 
 
 def _with_d(pair: Pair, crowd: Crowd, all_phases: Phase) -> None:
-    """Start D; send the crowd until enough of its KV arrives through D."""
+    """Start D, and send the crowd until D reads enough of its KV."""
     pair.start_d().wait_ready()
     for _ in range(_WAIT_ROUNDS_MAX):
         phase = Phase("")
@@ -222,8 +221,8 @@ def _with_d(pair: Pair, crowd: Crowd, all_phases: Phase) -> None:
 
 
 class Killer:
-    """A thread's task: start and kill D while the crowd returns. killed_s: the time of each kill.
-    serving: after how many starts D read for P."""
+    """A thread's task to start and kill D while the crowd returns. killed_s: the times of the
+    kills. serving: the number of starts after which D read for P."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
@@ -247,7 +246,7 @@ class Killer:
         self._ended.set()
 
     def _wait_for_service(self) -> bool:
-        """Wait until D has read for P; return False after `_WAIT_S`."""
+        """Wait until D has read for P; return False if it did not within `_WAIT_S`."""
         before, end_s = self._pulled_bytes(), time.monotonic() + _WAIT_S
         while time.monotonic() < end_s and not self._ended.wait(_LOOK_S):
             if self._pulled_bytes() > before:
@@ -260,7 +259,7 @@ class Killer:
 
 
 def _killing(killer: Killer, crowd: Crowd, phase: Phase) -> None:
-    """Send the crowd again and again while D is killed repeatedly."""
+    """Send the crowd repeatedly while D is killed repeatedly."""
     with ThreadPoolExecutor(1) as thread:
         kills = thread.submit(killer.run)
         try:
@@ -273,7 +272,7 @@ def _killing(killer: Killer, crowd: Crowd, phase: Phase) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of a run. phases: computed, one path, both paths, D is killed, D starts."""
+    """The results of the phases computed, one path, both paths, D is killed, and D starts."""
 
     phases: Sequence[Phase]
     kills: int
@@ -350,7 +349,7 @@ def show(console: Console, outcome: Outcome) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Return 0 if no request failed, all tokens were right and the ratio met its goal; else 1."""
+    """Run the demo; return 0 if no request failed, all tokens agreed and the ratio is small."""
     console, build = Console(highlight=False), Path("build").resolve()
     build.mkdir(exist_ok=True)
     target = Path(tempfile.mkdtemp(prefix="demo-dual-", dir=build))

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's steps: the model, a server without offloading, one with it, and a restart of it.
+"""The demo's steps: make the model, then serve it without offloading, with it, and restarted.
 
-The model is a real one with prompts of real text. The random model is used if there is no package
-index or no room, or if the engine would compute a small model's prompts instantly.
+The real model answers prompts of text. A random model replaces it without a package index or disk
+space, and on a GPU, which would compute a small model's prompts instantly.
 
-1. Without offloading: every conversation, turn by turn, and the crowd. Its tokens are the
-   reference; offloading must beat its cold first turns and its recomputed resumes.
-2. With offloading: the main conversations cold, then from the CPU tier; other conversations
-   evict them from GPU and CPU memory; then all return from the pool; the crowd is preempted
-   and resumes.
-3. The server is stopped with SIGTERM and restarted on the same pool: all conversations return.
+1. Without offloading: every conversation, turn by turn, and the crowd. The tokens are the
+   reference; offloading must beat these cold first turns and recomputed resumes.
+2. With offloading: the main conversations, first cold, then from the CPU tier. After other
+   conversations have evicted them from GPU and CPU memory, all return from the pool. The crowd is
+   preempted and resumes.
+3. SIGTERM stops the server. All conversations return to a new server on the same pool.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import format_bytes
 
-#: The plan of `--quick`: fewer and shorter conversations, but the same cases.
+#: The plan of `--quick`: fewer and shorter conversations with the same cases.
 _QUICK = Plan(
     main=2,
     others=2,
@@ -70,9 +70,9 @@ def run(
 ) -> int:
     """Run the demo; return 0 if every check passed, else 1.
 
-    json_path: file for the results; a picture of the conversations is written next to it. random:
-    use the random model. pool_dir: directory in which a new directory for the pool is created, by
-    default `build`. keep: do not delete the new directory.
+    json_path: the results file; an SVG of the conversations is written next to it. random: use the
+    random model. pool_dir: where to create the pool's directory, by default `build`. keep: do not
+    delete the pool's directory.
     """
     console = Console(highlight=False, soft_wrap=True)
     build = Path("build").resolve()
@@ -105,13 +105,13 @@ def _make_model(console: Console, random: bool, build: Path) -> tuple[Path, Mode
             try:
                 return smollm2.make(), smollm2.SHAPE
             except smollm2.NoRealModelError as error:
-                console.print("a random model instead of the real one:", escape(str(error)))
+                console.print("using a random model instead of the real one:", escape(str(error)))
         shape = workload.model_shape()
         return make_model(build / "models", shape), shape
 
 
 def _measure(console: Console, quick: bool, random: bool, build: Path, target: Path) -> Report:
-    """Run the steps listed in the module's docstring. target: the pool's directory."""
+    """Run the steps listed in the module's docstring. target: directory of the pool."""
     began = time.monotonic()
     model, shape = _make_model(console, random, build)
     if shape == smollm2.SHAPE:
@@ -123,7 +123,7 @@ def _measure(console: Console, quick: bool, random: bool, build: Path, target: P
         f"{format_bytes(shape.kv_bytes_per_token)} of KV cache per token"
     )
     plain = workload.server_spec(plan, model)
-    # vLLM computes this many tokens when it starts, which is slow with a real model on two cores.
+    # A starting vLLM computes this many tokens, which takes long with a real model on two cores.
     plain = replace(plain, max_num_batched_tokens=plain.max_model_len)
     spec = replace(plain, offload=workload.offload_spec(plan, shape, target))
     runs = Runs(plan, shape, console)
@@ -141,7 +141,6 @@ def _measure(console: Console, quick: bool, random: bool, build: Path, target: P
 
 @contextmanager
 def _served(console: Console, what: str, spec: ServerSpec, logs: Path) -> Iterator[Server]:
-    """Start a server and wait until it is ready."""
     log_path = logs / f"{what.split(maxsplit=1)[0]}.log"
     with console.status(f"vllm serve, {what}") as status, start(spec, log_path) as server:
         server.wait_ready(

@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's results, verdict and table.
+"""The demo's results, verdict and table. Samples are in seconds; their cases are:
 
-All samples, in seconds, are kept in these cases:
-
-    cold                first turns on the offloading server, which had nothing to load
+    cold                first turns on the offloading server, which has nothing to load
     cpu_tier            later turns whose prompt was loaded mostly from pinned CPU memory
     pool                later turns whose prompt was loaded mostly from the pool's files
     restart             each conversation's first turn after the server's restart
     preempted           resumes of preempted requests with offloading (`workload.resume_times_s`)
     preempted_recompute the same crowd's resumes without offloading
 
-`speedup` is a ratio of medians. For later turns, its numerator is the median of cold first turns
-with or without offloading, whichever is smaller; their prompts are a little shorter than those of
-later turns. For `preempted`, the numerator is the median of `preempted_recompute`.
+`speedup` is a ratio of medians. For later turns, the numerator is the smaller median of cold first
+turns, with or without offloading; their prompts are slightly shorter. For `preempted`, the
+numerator is the median of `preempted_recompute`.
 """
 
 from __future__ import annotations
@@ -38,16 +36,15 @@ from vllm_nvmeof_bench.results import SCHEMA
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.model import distinct_ratio
 
-#: Up to this difference, log-probabilities of a token on two servers count as equal. Float32 sums
-#: in another order (other batches, other chunks of a prompt) changed them by up to 5e-5; KV of
-#: another token changes them by whole units.
+#: The largest difference at which log-probabilities of a token on two servers count as equal.
+#: Another order of float32 sums changed them by up to 5e-5; KV of another token, by whole units.
 LOGPROB_TOLERANCE = 1e-3
-#: A later turn must reach its first token this many times faster than a cold first turn.
+#: The least speed-up of a later turn's TTFT over a cold first turn's.
 SPEEDUP_MIN = 3.0
-#: An answer with a smaller share of distinct 3-grams counts as a loop, which would hide wrong KV.
+#: An answer with a smaller share of distinct 3-grams is a loop, which would hide wrong KV.
 DISTINCT_RATIO_MIN = 0.5
 
-#: In the file's samples: cold first turns without offloading.
+#: The case of cold first turns without offloading in the results file.
 NONE = "cold_without"
 _RETURNING = ("cpu_tier", "pool", "restart")
 _TITLES = {
@@ -66,7 +63,7 @@ _FOUND = {"cold": "computing", "gpu": "GPU cache", "cpu_tier": "CPU tier", "pool
 class Comparison:
     """A token-by-token comparison of two servers' greedy answers.
 
-    logprob_difference_max: over the tokens before the first one that differs. gap_min: the smallest
+    logprob_difference_max: over the tokens before the first difference. gap_min: the smallest
     difference in log-probability between a chosen token and the runner-up.
     """
 
@@ -83,7 +80,7 @@ class Comparison:
 
 
 def compare(expected: Mapping[str, Answer], got: Mapping[str, Answer]) -> Comparison:
-    """Compare the answers in `got` with those in `expected` that have the same name."""
+    """Compare each answer in `got` with the answer of the same name in `expected`."""
     differences: list[str] = []
     logprob_max, gap_min, ratio_min, tokens = 0.0, float("inf"), 1.0, 0
     for name, answer in got.items():
@@ -110,7 +107,7 @@ class Report:
     conditions: dict[str, Any] = field(default_factory=dict)
 
     def samples(self) -> dict[str, list[float]]:
-        """Return the samples of each case, in seconds."""
+        """Return case → samples in seconds."""
         out: dict[str, list[float]] = {name: [] for name in _TITLES}
         for turn in self.offloaded.turns:
             if turn.case in ("cold", *_RETURNING):
@@ -122,16 +119,16 @@ class Report:
         return out
 
     def comparison(self) -> Comparison:
-        """Compare both runs with offloading with the one without."""
+        """Compare the answers of both servers with offloading to those without."""
         got = self.offloaded.answers() | self.restarted.answers()
         return compare(self.baseline.answers(), got)
 
     def baseline_cold(self) -> list[float]:
-        """Return the times of cold first turns without offloading, in seconds."""
+        """Return the TTFTs of cold first turns without offloading, in seconds."""
         return [t.answer.ttft_s for t in self.baseline.turns if t.case == "cold"]
 
     def speedups(self) -> dict[str, float]:
-        """Return the speed-up of each case that has samples."""
+        """Return case → speed-up, for cases with samples."""
         samples = self.samples()
         cold = min(map(statistics.median, filter(None, (samples["cold"], self.baseline_cold()))))
         against = dict.fromkeys(_RETURNING, cold)
@@ -141,7 +138,7 @@ class Report:
         return {name: base / statistics.median(have) for name, base, have in pairs if have}
 
     def failures(self) -> list[str]:
-        """Return the reasons why the demo failed, one line each; empty if it passed."""
+        """Return why the demo failed, one line per reason; empty if it passed."""
         seen, samples = self.comparison(), self.samples()
         out = list(seen.differences)
         if seen.logprob_difference_max > LOGPROB_TOLERANCE:
@@ -168,7 +165,7 @@ class Report:
         return out
 
     def data(self) -> dict[str, Any]:
-        """Return the content of `build/demo.json`."""
+        """Return the content of the results file."""
         seen, sessions = self.comparison(), (self.baseline, self.offloaded, self.restarted)
         return {
             "identical": seen.identical,
@@ -208,16 +205,14 @@ class Report:
         return any(turn.question for turn in self.baseline.turns)
 
     def picture(self) -> str:
-        """Return questions, answers and times as SVG; empty if the model's tokens are not text."""
+        """Return questions, answers and times as SVG; "" if the model's tokens are not text."""
         return picture_of(self.data()) if self._speaks else ""
 
     def write(self, path: Path) -> None:
-        """Write `data` as JSON to `path`."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.data(), indent=1) + "\n")
 
     def table(self) -> Table:
-        """Return the table printed at the end of the demo."""
         table = Table(title="Time to first token (preempted: from room to next token)")
         table.add_column("case", no_wrap=True)
         for heading in ("samples", "median", "least", "most", "speed-up"):
@@ -233,7 +228,7 @@ class Report:
 
 
 def picture_of(data: Mapping[str, Any]) -> str:
-    """Draw the turns in the demo's JSON as an SVG that looks like a terminal window."""
+    """Draw the turns of the demo's results as an SVG of a terminal window."""
     table = Table(box=box.SIMPLE)
     for heading in ("", "question", "answer"):
         table.add_column(heading, no_wrap=True)
@@ -255,7 +250,7 @@ def picture_of(data: Mapping[str, Any]) -> str:
     console.print(table)
     same = "as without offloading, token by token" if data["identical"] else "DIFFERENT"
     console.print(f"  {data['conditions']['answers_compared']} answers: {same}")
-    # A picture in a page must not load fonts from elsewhere.
+    # A picture in a page must not load fonts from another site.
     form = re.sub(r"@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(
         title=f"make demo: {data['conditions']['model']['name']}", code_format=form

@@ -2,17 +2,15 @@
 """The requests that each of the demo's servers receives, and the recorded results.
 
 A conversation opens with a long prompt; each later turn sends the conversation so far and a new
-question. To determine the sources of a turn's KV from the server's counters, each turn runs by
-itself, between two readings of the counters.
+question. Turns run one at a time between two readings of the server's counters, which thus give
+the sources of each turn's KV.
 
 A crowd is many concurrent requests whose prompts fit into the GPU cache but whose answers do not,
-so that vLLM preempts some. A preempted request waits until another one finishes. A client can
-measure its resume from that moment to its next token: one scheduling step, and restoring its KV by
-loading or recomputing it. `resume_times_s` finds these times.
+so that vLLM preempts some requests. A preempted request waits until another one finishes. The time
+from that moment to its next token, which `resume_times_s` finds, is one scheduling step plus
+loading or recomputing the KV.
 
-Model and caches are sized so that the conversations are evicted as planned.
-
-The real model is asked about documents (`demo.chat`); the random one gets random tokens.
+The real model receives texts (`demo.chat`), the random model random tokens.
 """
 
 from __future__ import annotations
@@ -48,8 +46,7 @@ _PREEMPTIONS = "vllm:num_preemptions_total"
 _RESUMED = "vllm:nvmeof_resumed_tokens_total"
 #: A pause between two tokens is a preemption if another request received this many during it.
 _PREEMPTED_TOKENS_MIN = 8
-#: Tokens of one request that arrive less than this apart were delivered late, in one burst, because
-#: a scheduling step takes longer.
+#: A request's tokens that arrive within this time were delivered late: a scheduling step is longer.
 _BURST_S = 0.005
 
 
@@ -69,8 +66,8 @@ class Plan:
     """The sizes of the workload, in tokens and conversations.
 
     main: conversations that return from the CPU tier, then from the pool. others: conversations
-    that evict the main ones, and return from the pool too. cpu_tier_conversations: number of
-    conversations that the CPU tier holds.
+    that evict the main ones, and then return from the pool too. cpu_tier_conversations: the number
+    that the CPU tier holds.
     """
 
     seed: int = 7
@@ -85,16 +82,14 @@ class Plan:
 
     @property
     def conversation_tokens_max(self) -> int:
-        """The number of tokens of a conversation after its last turn."""
+        """The length of a conversation after its last turn."""
         return self.prompt_tokens + 4 * (self.question_tokens + self.answer_tokens)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn: its prompt's length, its answer, and the tokens of KV that each source supplied.
-
-    question: empty if the model's prompts are not text.
-    """
+    """One turn, with the tokens of KV that each source supplied. question: "" if prompts are not
+    text."""
 
     conversation: str
     number: int
@@ -112,11 +107,8 @@ class Turn:
 
     @property
     def case(self) -> str:
-        """Return the source of most of the prompt's KV.
-
-        cold: nothing was found. partial: less than half of the prompt was found. Otherwise gpu
-        (still in the GPU cache), cpu_tier or pool, whichever supplied the most tokens.
-        """
+        """The source of most of the prompt's KV: gpu, cpu_tier or pool; partial if less than half
+        of the prompt was found, and cold if nothing was."""
         if self.found_tokens == 0:
             return "cold"
         if self.found_tokens < self.prompt_tokens / 2:
@@ -146,14 +138,14 @@ class Conversation:
     def __init__(self, name: str, seed: Sequence[int], plan: Plan, shape: ModelShape) -> None:
         self.name = name
         self.turns = 0
-        self.question = ""  # random tokens are not text
+        self.question = ""
         self._rng = np.random.default_rng(list(seed))
         self._plan = plan
         self._shape = shape
         self._said: list[int] = []
 
     def next_prompt(self) -> list[int]:
-        """Add the user's next message and return the whole prompt."""
+        """Add the user's next message, and return the whole conversation."""
         plan = self._plan
         count = plan.question_tokens if self.turns else plan.prompt_tokens
         self._said += random_tokens(self._rng, count, self._shape)
@@ -166,19 +158,18 @@ class Conversation:
 
 @dataclass(frozen=True)
 class CrowdResult:
-    """A crowd's answers, its preemptions, and the resumes that a client can measure."""
+    """A crowd's answers, preemptions, and resumes that a client can measure."""
 
     answers: list[Answer] = field(default_factory=list)
     preemptions: int = 0
     resumes_s: list[float] = field(default_factory=list)
 
 
-#: A source of prompts, turn by turn.
 User: TypeAlias = Conversation | chat.Chat
 
 
 def conversations(plan: Plan, shape: ModelShape) -> tuple[list[User], list[User]]:
-    """Return the main conversations and the others; they are the same on every call."""
+    """Return new main and other conversations, equal on every call."""
 
     def make(i: int) -> User:
         name = f"user {i + 1}"
@@ -193,7 +184,7 @@ def conversations(plan: Plan, shape: ModelShape) -> tuple[list[User], list[User]
 async def ask(
     client: Client, prompt: list[int] | list[Message], tokens: int, *, whole: bool = False
 ) -> Answer:
-    """Request a completion of token IDs, or a chat's next message: see `Client.chat`."""
+    """Request a completion of token IDs, or the next message of a chat."""
     if isinstance(prompt[0], dict):
         return await client.chat(prompt, tokens, whole=whole)
     return await client.complete(prompt, tokens)
@@ -211,17 +202,15 @@ class Session:
     recomputed_tokens: int = 0
 
     def answers(self) -> dict[str, Answer]:
-        """Return the answers under names that are the same for every server."""
+        """Return name → answer, with the same names for every server."""
         out = {f"{t.conversation}, turn {t.number}": t.answer for t in self.turns}
         out |= {f"crowd request {i + 1}": a for i, a in enumerate(self.crowd.answers)}
         return out
 
 
 class Runs:
-    """The workload of `plan` on three servers. Call the methods in the order given here.
-
-    `restarted` continues the conversations of `offloaded`, which this object keeps.
-    """
+    """The workload of `plan` on three servers. `restarted` continues the conversations of
+    `offloaded`."""
 
     def __init__(self, plan: Plan, shape: ModelShape, console: Console | None = None) -> None:
         self._plan = plan
@@ -230,13 +219,13 @@ class Runs:
         self._main, self._others = conversations(plan, shape)
 
     async def baseline(self, server: Server) -> Session:
-        """Run without offloading: each conversation's turns in a row, then the crowd."""
+        """Run each conversation's turns consecutively, then the crowd."""
         main, others = conversations(self._plan, self._shape)
         turns = [one for one in main for _ in range(4)] + [one for one in others for _ in range(3)]
         return await self._session(server, turns, crowd=True)
 
     async def offloaded(self, server: Server) -> Session:
-        """Run turns cold, from the CPU tier, and from the pool after eviction; then the crowd."""
+        """Run turns cold, from the CPU tier and, after eviction, from the pool; then the crowd."""
         main, others = self._main, self._others
         turns = (*main, *main, *others, *main, *others)
         return await self._session(server, turns, crowd=True, settle=True)
@@ -252,10 +241,10 @@ class Runs:
         crowd: bool = False,
         settle: bool = False,
     ) -> Session:
-        """Run the next turn of each of `turns`, then the crowd. settle: wait for all writes."""
+        """Run a turn of each user in `turns`, then the crowd. settle: wait for all writes."""
         session = Session(startup_s=server.startup_s)
         async with Client(server.url) as client:
-            # The first request is slower. This one is shorter than a chunk, so nothing is stored.
+            # Warm up: the first request is slower. It is shorter than a chunk, so it is not stored.
             rng = np.random.default_rng(self._plan.seed + 1)
             await client.complete(random_tokens(rng, 48, self._shape), 4)
             for one in turns:
@@ -272,7 +261,7 @@ class Runs:
         return session
 
     async def _turn(self, client: Client, one: User) -> Turn:
-        """Run the next turn while nothing else runs on the server; record the sources of its KV."""
+        """Run a user's next turn as the server's only request, and record the sources of its KV."""
         with self._console.status(f"{one.name}, turn {one.turns + 1}"):
             prompt = one.next_prompt()
             before = await client.metrics()
@@ -331,7 +320,7 @@ async def run_crowd(
     shape: ModelShape,
     progress: Callable[[Metrics], None] | None = None,
 ) -> CrowdResult:
-    """Send all requests of the crowd at once and wait for the answers."""
+    """Send all requests of the crowd at once, and wait for the answers."""
     crowd = plan.crowd
     rng = np.random.default_rng([crowd.seed, 1000])
     prompts: Sequence[list[int] | list[Message]]
@@ -363,12 +352,10 @@ def resume_times_s(answers: Sequence[Answer]) -> list[float]:
     """Return the seconds from free space to the next token, per preemption that a client can see.
 
     A request was preempted during a pause between two of its tokens if another request received at
-    least `_PREEMPTED_TOKENS_MIN` tokens in that pause. The resume begins when the last request to
-    finish during the pause freed its space.
-
-    Pauses that a client cannot time are left out: no other request finished, or the last one
-    finished just as the pause ended. On a busy machine tokens arrive in bursts, so tokens less than
-    `_BURST_S` apart count as one.
+    least `_PREEMPTED_TOKENS_MIN` tokens in that pause. Tokens less than `_BURST_S` apart count as
+    one, because they arrive in bursts on a busy machine. The resume begins when the last request
+    that finished during the pause freed its space. Without such a request, or if it finished just
+    before the pause ended, the pause is excluded.
     """
     out: list[float] = []
     for one in answers:
@@ -382,7 +369,7 @@ def resume_times_s(answers: Sequence[Answer]) -> list[float]:
 
 
 def _arrivals(times: Sequence[float], left: float, right: float) -> int:
-    """Return how many times between `left` and `right` are at least `_BURST_S` apart."""
+    """Count the times between `left` and `right` that are at least `_BURST_S` apart."""
     count, last = 0, left
     for t in times:
         if last + _BURST_S <= t < right:
@@ -392,12 +379,12 @@ def _arrivals(times: Sequence[float], left: float, right: float) -> int:
 
 _CHUNK_BYTES = 512 * KIB
 _POOL_BYTES_MIN = 512 * MIB
-#: Fifteen times the model for two cores, with the same KV: a GPU would compute that one instantly.
+#: Fifteen times the model for two cores, which a GPU would compute instantly, with the same KV.
 _ON_A_GPU = ModelShape(hidden=4096, intermediate=14336, heads=32)
 
 
 def model_shape() -> ModelShape:
-    """Return the random model's shape for the installed vLLM's engine."""
+    """Return the shape of the random model for the installed vLLM."""
     return ModelShape() if has_cpu_engine() else _ON_A_GPU
 
 
@@ -415,9 +402,7 @@ def offload_spec(
     plan: Plan, shape: ModelShape, target: Path, chunk_bytes: int = _CHUNK_BYTES
 ) -> OffloadSpec:
     """Size the CPU tier to hold `plan.cpu_tier_conversations`, and the pool to hold everything.
-
-    target: the pool's directory. chunk_bytes: payload bytes of a chunk.
-    """
+    target: directory of the pool. chunk_bytes: payload of a chunk, at least one block's."""
     chunk_bytes = max(chunk_bytes, BLOCK_TOKENS * shape.kv_bytes_per_token)
     chunk_tokens = chunk_bytes // shape.kv_bytes_per_token
     tokens = plan.cpu_tier_conversations * plan.conversation_tokens_max

@@ -73,7 +73,7 @@ def test_every_file_is_a_section_with_its_tables(text: str) -> None:
 
 
 def test_each_file_that_is_no_result_costs_one_line(results: Path, text: str) -> None:
-    lines = text.split("## Files that are not in this page")[1].strip().splitlines()
+    lines = text.split("## Files that were left out")[1].strip().splitlines()
     assert [line.split("`")[1] for line in lines] == [
         "broken.json", "lacking.json", "list.json", "nobody.json", "strange.json", "words.json"
     ]  # fmt: skip

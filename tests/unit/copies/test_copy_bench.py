@@ -175,7 +175,7 @@ def test_without_a_working_arm_the_benchmark_fails() -> None:
     cuda = FakeCuda()
     world = World(cuda, 1, SETTINGS.bytes_max)
     cuda.fail = {"launch": cuda.calls["launch"], "copy_batch": cuda.calls["copy_batch"]}
-    with pytest.raises(BenchError, match=r"every way to copy failed: dma: .*CUDA_ERROR_STUB"):
+    with pytest.raises(BenchError, match=r"every arm failed: dma: .*CUDA_ERROR_STUB"):
         Bench(world, SETTINGS).copies()
 
 
