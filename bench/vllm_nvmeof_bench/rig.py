@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The worker's half of the product without vLLM, for `bench copy` and `bench peers`.
 
-The rig is the real pipeline over a real pool, with a separate I/O engine for reads without a
-pipeline. "GPU memory" is an ordinary array, in which the chunks' blocks are in random order. Chunk
-i is in pool slot i; all chunks were written once. The blocks are zeroed before each load and
-compared with the written bytes after it, so that no result is from wrong data.
-
-The arms of `measure_arm`:
+The rig is the product's pipeline over a pool, with a separate I/O engine for reads without a
+pipeline. "GPU memory" is an ordinary array with the chunks' blocks in random order. Chunk i is in
+pool slot i; all chunks were written once. The blocks are zeroed before each load and compared with
+the written bytes after it, so that wrong data gives no result. The arms of `measure_arm`:
 
     ours       one load, streamed
     two_phase  fetches into the CPU tier and loads from it, one full tier at a time
@@ -54,8 +52,6 @@ from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import KIB, MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
-#: Throttles are in MB/s, as is usual for block devices; sizes are in MiB.
-MB = 1_000_000
 _STREAM_SLOTS_MAX = 64
 _NO_PIECES: Descriptors = np.empty((0, 3), np.uint64)
 _TABLE_ENTRY_BYTES = 64
@@ -67,11 +63,8 @@ _CHECKED = ("ours", "two_phase")
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a rig.
-
-    tier_bytes: payload of the CPU tier's cache slots. sizes: load sizes as multiples of tier_bytes.
-    pause_s: pause before each load.
-    """
+    """Settings of a rig. tier_bytes: payload of all cache slots. sizes: load sizes as multiples of
+    tier_bytes. pause_s: pause before each load."""
 
     sizes: tuple[float, ...]
     tier_bytes: int = 64 * MIB
@@ -91,7 +84,7 @@ class Settings:
 
     @property
     def stream_slots(self) -> int:
-        """The number of stream slots, at most a quarter of staging, as in the product."""
+        """The number of stream slots: at most a quarter of staging, as in the product."""
         return max(1, min(_STREAM_SLOTS_MAX, self.cache_slots // 3))
 
     @property
@@ -107,12 +100,12 @@ class Settings:
 
     @property
     def disk_bytes_max(self) -> int:
-        """The most disk space used at any time."""
+        """The most disk space used at a time."""
         return self.chunks_max * (self.slot_bytes + 4 * KIB) + 16 * MIB
 
 
 class Rig:
-    """The pool, pipeline and separate engines. Call `write_all` first and `close` last."""
+    """A pool, a pipeline and a separate engine. Call `write_all` first and `close` last."""
 
     def __init__(self, directory: Path, settings: Settings, serve_slots: int = 0) -> None:
         self.settings = settings
@@ -162,8 +155,7 @@ class Rig:
         self._reads_max = self._handed_over_max(io)
         self.copy, self.runner = self.open_worker(self._stack, Waker(), io, io.fileno())
 
-    # -- "GPU memory" and its copies: a subclass uses a real GPU -----------------------------
-
+    # A subclass overrides the methods for "GPU memory" and its copies to use a real GPU.
     def _allocate(self) -> int:
         self._blocks = np.zeros_like(self._written)
         return self._blocks.ctypes.data
@@ -175,13 +167,11 @@ class Rig:
         return HostCopyEngine(on_done=waker.wake)
 
     def fill(self) -> None:
-        """Fill every block in "GPU memory" with the bytes to write."""
+        """Fill all blocks in "GPU memory" with the bytes to write."""
         self._blocks[self._ids.ravel()] = self._written
 
-    # -- the pool ---------------------------------------------------------------------
-
     def open_engine(self, stack: contextlib.ExitStack) -> IoEngine:
-        """Open an engine with the product's limits. `stack` closes it before pool and staging."""
+        """Open an engine with the product's limits, which `stack` closes before the pool."""
         name, limits = self.settings.io_engine, TUNING
         place = self.pool, self.memory.view, self.staging.base_address
         engine, _ = choose_io_engine(name, *place, limits)
@@ -191,10 +181,8 @@ class Rig:
     def open_worker(
         self, stack: contextlib.ExitStack, waker: Waker, io: IoEngine, io_fd: int, **more: Any
     ) -> tuple[Any, PipelineRunner]:
-        """Open a pipeline and its copy engine. more: arguments of `TransferPipeline`.
-
-        waker: wakes the pipeline's thread. io_fd: readable while there is something to poll.
-        """
+        """Open a pipeline and its copy engine. waker: wakes the pipeline's thread. io_fd: readable
+        while there are completions to poll. more: arguments of `TransferPipeline`."""
         copy = self._copy_engine(waker)
         stack.callback(copy.close)
         limits = TransferLimits(
@@ -209,7 +197,7 @@ class Rig:
         return copy, runner
 
     def _handed_over_max(self, engine: IoEngine) -> int:
-        """Return twice the engine's depth, like `worker.build`."""
+        """Return twice the engine's depth, as `worker.build` does."""
         if "threads" in engine.name:
             return 2 * TUNING.io_threads
         at_work = TUNING.read_bytes_in_flight_max // self.settings.slot_bytes
@@ -219,15 +207,13 @@ class Rig:
         """Close the thread first, then the engines, the memory and the files."""
         self._stack.close()
 
-    # -- transfers --------------------------------------------------------------------
-
     def pieces(self, chunk: int) -> Descriptors:
         return self._geometry.pieces(self._ids[chunk], 0)
 
     def batch(
         self, numbers: range, cache: npt.NDArray[np.int32], *, in_pool: bool = True
     ) -> ChunkBatch:
-        """Return these chunks as columns. cache: their cache slots; -1: no slot."""
+        """Return these chunks as columns. cache: int32[n], their cache slots; -1: none."""
         count, first = len(numbers), place_of(0, numbers.start)
         places = first + np.arange(count) if in_pool else np.full(count, NOWHERE)
         keys = b"".join(self.identities[number].key for number in numbers)
@@ -236,7 +222,7 @@ class Rig:
         return ChunkBatch.of(keys, np.array(generations, np.uint64), cache, places, groups)
 
     def start(self, batch: ChunkBatch, pieces: Sequence[Descriptors]) -> int:
-        """Submit one load; return its op."""
+        """Submit a load; return its op."""
         command = protocol.LoadCommand(self._begin(batch), batch)
         fence = self.copy.record_fence()
         self.runner.hand_over(lambda p: p.load(command, Pieces.of(pieces), fence), command.op)
@@ -254,11 +240,8 @@ class Rig:
         return op
 
     def check(self) -> int:
-        """Process finished transfers; return the number of unfinished ones.
-
-        Raises:
-            BenchError: a chunk failed.
-        """
+        """Process finished transfers; return the number of unfinished ones. Raise BenchError if a
+        chunk failed."""
         finished, reports, _ = self.runner.take()
         for job in finished:
             if job.failures:
@@ -299,7 +282,7 @@ class Rig:
                 time.sleep(_POLL_S)
 
     def read_bare(self, count: int) -> None:
-        """Read and verify the first `count` chunks with only the I/O engine, into all staging."""
+        """Read and verify the first `count` chunks with only the I/O engine."""
         free = deque(range(self.staging.cache_slots + self.staging.stream_slots))
         ready = select.poll()
         ready.register(self._bare_io.fileno(), select.POLLIN)
@@ -327,8 +310,6 @@ class Rig:
                     raise BenchError(f"{self._bare_io.name}: a read failed: {completion.outcome}")
                 free.append(slots.pop(completion.token))
 
-    # -- contents ---------------------------------------------------------------------
-
     def zero(self, count: int) -> None:
         """Zero the blocks of the first `count` chunks."""
         self._blocks[self._ids[:count].ravel()] = 0
@@ -353,12 +334,12 @@ def measure_arm(rig: Rig, arm: str, count: int) -> tuple[float, float]:
     end_s, cpu_end_s = time.perf_counter(), time.process_time()
     rig.check()
     if arm in _CHECKED and not rig.same(count):
-        raise BenchError(f"{arm}: the blocks do not hold what was written")
+        raise BenchError(f"{arm}: the blocks differ from the written bytes")
     return end_s - begin_s, round(cpu_end_s - cpu_s, 6)
 
 
 def _prepare(rig: Rig, arm: str, count: int) -> Callable[[], None]:
-    """Return the call to time, after preparing everything that a model's step would provide."""
+    """Prepare what a model's step would provide; return the call to time."""
     if arm == "read":
         return lambda: rig.read_bare(count)
     pieces = [rig.pieces(number) for number in range(count)]

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmark settings: frozen dataclasses whose fields declare command-line options.
 
-A field made by `option` is an option of `bench NAME`, with the field's name, type and default;
-its help and minimum are arguments of `option`. A field that is itself a dataclass contributes
-the options of its fields. All other fields are fixed.
-
-On the command line, the values of a tuple are separated by commas.
+A field made by `option` is an option of `bench NAME` with the field's name, type and default. A
+field that is a dataclass contributes the options of its fields. Other fields are fixed. Commas
+separate the values of a tuple on the command line.
 """
 
 from __future__ import annotations
@@ -22,11 +20,9 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class Option:
-    """The option of a field. help: one sentence. flag: if not the field's name. min: least number.
-
-    in_bytes: the value is a size, such as 64KiB. repeated: the option is given once per value.
-    argument: it is a positional argument, without a default. recorded: conditions save its value.
-    """
+    """The option of a field. flag: "" for the field's name. in_bytes: the value is a size such as
+    64KiB. repeated: the option is given once per value. argument: a positional argument without a
+    default. recorded: whether conditions save the value."""
 
     help: str
     flag: str = ""
@@ -43,18 +39,18 @@ def option(default: Any, text: str, **given: Any) -> Any:
 
 
 def size_option(default: Any, text: str, **given: Any) -> Any:
-    """Declare an option for one or several sizes in bytes, such as 64KiB."""
+    """Declare an option for one or more sizes in bytes."""
     return option(default, text, in_bytes=True, **given)
 
 
 def option_of(one: Any) -> Option | None:
-    """Return the option that a dataclass field declares, if any."""
+    """Return the option that a field declares, if any."""
     found: Option | None = one.metadata.get(_KEY)
     return found
 
 
 def recorded(settings: Any) -> dict[str, Any]:
-    """Return the settings to save in the conditions: those without paths, which are private."""
+    """Return the settings to save in the conditions, without paths, which are private."""
     found = asdict(settings)
     for one in fields(settings):
         declared = option_of(one)
@@ -64,7 +60,7 @@ def recorded(settings: Any) -> dict[str, Any]:
 
 
 def check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
-    """Raise BenchError if a given name is unknown or no name is given. what: a name for them."""
+    """Raise BenchError if a given name is unknown or none is given. what: the kind of names."""
     for name in given:
         if name not in known:
             raise BenchError(f"no {what} {name!r}; choose from {', '.join(known)}")
@@ -73,7 +69,7 @@ def check_names(what: str, given: Sequence[str], known: Sequence[str]) -> None:
 
 
 def check_positive(settings: Any, *names: str) -> None:
-    """Raise BenchError if one of the fields `names`, or a value in it, is below 1."""
+    """Raise BenchError if a value in the fields `names` is below 1, or a tuple is empty."""
     for name in names:
         value = getattr(settings, name)
         numbers = value if isinstance(value, tuple) else (value,)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench simulate`: simulate both tiers on a trace, for every size and policy of the sweeps.
 
-Look-up, eviction, write policy and store threshold are those of the product's `ManagerCore`. The
-rest is simulated: requests run one after another and take no time, and every copy, read and write
-succeeds at once. GPU memory is plain LRU that evicts a prompt's tail before its head, because vLLM
-frees blocks in that order. Sizes are shares of the trace's working set.
+Look-up, eviction, write policy and store threshold are those of the product's `ManagerCore`.
+Simulated requests run one after another and take no time; every copy, read and write succeeds at
+once. GPU memory is LRU that evicts a prompt's tail first, because vLLM frees blocks in that order.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ from vllm_nvmeof_offload.protocol import CancelCommand, OpReport, RankHello, Wri
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """One request. prompt: its chunks, each named by the ID of its last block, which identifies all
-    earlier blocks too. answer: the chunks that the answer fills, named by unique negative numbers,
-    because no trace records which of them return in a later prompt."""
+    """One request. prompt: its chunks, named by the ID of their last block, which identifies all
+    earlier blocks too. answer: the chunks that the answer fills, with unique negative numbers:
+    traces do not record which of them return in a later prompt."""
 
     at_s: float
     prompt: tuple[int, ...]
@@ -45,7 +44,7 @@ class Ask:
 
 
 def asks_of(trace: Trace, pace: Pace, blocks_per_chunk: int) -> list[Ask]:
-    """Return every request of the trace in order of time."""
+    """Return all requests of the trace in order of time."""
     numbers = itertools.count(1)
     chunk_tokens = blocks_per_chunk * trace.block_tokens
     asks = []
@@ -64,7 +63,7 @@ _CHUNKS_MIN = 8
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes in chunks, and policies. pool: 0: no pool. policy: a value of key `eviction_policy`."""
+    """Sizes in chunks, and policies. policy: a value of the key `eviction_policy`."""
 
     gpu: int
     cache: int
@@ -76,22 +75,17 @@ class Shape:
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a simulation. Sizes are shares of the trace's working set. The default of
-    kv_bytes_per_token is that of Llama 3.1 8B in 16 bits.
-
-    Raises (on creation):
-        BenchError: a number is out of range.
-        ConfigError: a policy is unknown or cannot be loaded.
-    """
+    """Settings of the run. Sizes are shares of the trace's working set. kv_bytes_per_token: by
+    default that of Llama 3.1 8B in 16 bits. Raises BenchError or ConfigError for wrong values."""
 
     pace: Pace = field(default_factory=Pace)
-    chunk_tokens: int = option(512, "Tokens per chunk, at least a block of the trace.", min=1)
+    chunk_tokens: int = option(512, "Tokens per chunk, at least one block of the trace.", min=1)
     context_tokens_max: int = option(
         131_072, "Longest request in tokens; a session ends before it.", flag="--context-max", min=1
     )
-    gpu: float = option(0.02, "Size of GPU memory / working set.")
-    cpu: float = option(0.05, "Size of the CPU tier / working set.")
-    pool: float = option(0.1, "Size of the pool / working set.")
+    gpu: float = option(0.02, "Size of GPU memory as a share of the working set.")
+    cpu: float = option(0.05, "Size of the CPU tier as a share of the working set.")
+    pool: float = option(0.1, "Size of the pool as a share of the working set.")
     pools: tuple[float, ...] = option(
         (0.0, 0.02, 0.05, 0.1, 0.15, 0.2, 0.4, 0.8), "Pool sizes to sweep."
     )
@@ -101,7 +95,7 @@ class Settings:
     )
     policies: tuple[str, ...] = option(
         tuple(sorted(POLICIES, reverse=True)),
-        "Eviction policies: values of the key eviction_policy, including module:Class.",
+        "Eviction policies to simulate: values of the key eviction_policy, including module:Class.",
     )
     trace: Path = option(Path(), TRACE_HELP, argument=True)
 
@@ -114,7 +108,7 @@ class Settings:
             choose_policy(policy)
 
     def shapes(self, unique: int) -> Iterator[tuple[str, Shape]]:
-        """Yield the (sweep, shape) of every run. unique: number of chunks in the working set."""
+        """Yield the (sweep, shape) of every run. unique: chunks in the working set."""
 
         def chunks(share: float) -> int:
             return max(_CHUNKS_MIN, int(share * unique)) if share else 0
@@ -133,8 +127,8 @@ class Settings:
 
 
 class World:
-    """One simulated server. counts: the chunks so far by where they were found (`gpu`, `cpu`,
-    `pool`, `miss`), and how many were `stored` and `written`."""
+    """A simulated server. counts: chunks found in `gpu`, `cpu` or `pool`, chunks that were not
+    found (`miss`), and chunks `stored` and `written`."""
 
     def __init__(self, shape: Shape) -> None:
         self.counts: Counter[str] = Counter()
@@ -144,8 +138,8 @@ class World:
             key_bytes=len(_key(0)),
             write_policy=WritePolicy(shape.write_policy),
             store_threshold=shape.store_threshold,
-            # The product ignores returning chunks if chunks are written on eviction. Here they are
-            # counted too, so that the simulation shows the benefit.
+            # Unlike the product, credit returning chunks even if chunks are written on eviction, so
+            # that the simulation shows the benefit.
             credit_share=credit_share(shape.policy),
         )
         hello = RankHello(
@@ -161,8 +155,7 @@ class World:
         self._core = ManagerCore(config, agree([hello]), policy=policy, first_generation=0)
 
     def serve(self, prompt: Sequence[int], answer: Sequence[int]) -> None:
-        """Process a request from its look-up to its end. A chunk's number identifies all tokens up
-        to the chunk's end; all chunks are full."""
+        """Process a request from its look-up to its end. All chunks are full."""
         core = self._core
         in_gpu = sum(1 for _ in itertools.takewhile(self._gpu.__contains__, prompt))
         keys = list(map(_key, prompt))
@@ -195,13 +188,12 @@ class World:
             self._gpu.popitem(last=False)
 
     def chunks(self) -> set[int]:
-        """Return all chunks that are in the tiers now."""
+        """Return the chunks in the tiers."""
         entries = self._core.entries()
         return {int.from_bytes(entry.key[:8], "little", signed=True) for entry in entries}
 
 
 def _key(number: int) -> bytes:
-    """Return the chunk's key in group 0."""
     return number.to_bytes(8, "little", signed=True) + bytes(GROUP_ID_BYTES)
 
 
@@ -213,11 +205,8 @@ def _measure(settings: Settings, json_path: Path) -> None:
 def run(
     settings: Settings, on_progress: OnProgress = unheard
 ) -> tuple[list[Sample], dict[str, Any]]:
-    """Simulate every shape of the sweeps with the same requests; return samples and conditions.
-
-    Raises:
-        BenchError: the trace cannot be read, or no request is left.
-    """
+    """Simulate every shape with the same requests; return samples and conditions. Raise BenchError
+    if the trace cannot be read or has no usable request."""
     on_progress(0, 0, "reading the trace")
     trace = read_trace(settings.trace).capped(settings.context_tokens_max)
     per_chunk = max(1, settings.chunk_tokens // trace.block_tokens)
@@ -227,7 +216,7 @@ def run(
     for ask in asks:
         before.update(zip(ask.prompt, (None, *ask.prompt), strict=False))
     if not before:
-        raise BenchError(f"{settings.trace}: no request of a chunk or more under the context cap")
+        raise BenchError(f"{settings.trace}: no request of a chunk or more under --context-max")
     shapes = list(settings.shapes(len(before)))
     total = len(shapes)
     samples: list[Sample] = []
@@ -275,9 +264,9 @@ def _sample(
 COMMANDS = (
     Command(
         "simulate",
-        "Simulate both tiers on a trace: hits by tier and bytes moved, by size and policy.\n\n"
-        "It uses the product's own manager, without servers, GPUs or disks. Sizes are shares of "
-        "the trace's working set.",
+        "Simulate hits by tier and bytes moved on a trace, by size and eviction policy.\n\n"
+        "Uses the product's manager without servers, GPUs or disks. Sizes are shares of the "
+        "trace's working set.",
         Settings,
         _measure,
     ),

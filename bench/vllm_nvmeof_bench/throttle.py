@@ -1,17 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Limit the reads and writes of some processes on one disk, by a new control group.
+"""Limit the reads and writes of some processes on one disk with a new control group.
 
-The limit is applied by the kernel's block layer, so that every engine is slowed alike without code
-of ours in the path. It is cgroup v1's `blkio.throttle` or cgroup v2's `io.max`, whichever the
-machine provides. A process is added with all its threads and later children. At the end all
-processes are moved back to their earlier groups and the group is removed.
+The kernel's block layer applies the limit, by cgroup v1's `blkio.throttle` or cgroup v2's `io.max`,
+so that every engine is slowed alike. A process is added with all its threads and later children. At
+the end all processes are moved back to their earlier groups, and the group is removed.
 
 The limit applies to reads and writes that reach the disk: with O_DIRECT, or on a miss in the page
-cache (but with cgroup v1 not to writes from the page cache). The kernel works in slices of about
-0.1 s: a slice's bytes may all pass at once.
-
-    OffloadError
-    └── ThrottleError        this machine cannot throttle; the message ends with the remedy
+cache (but with cgroup v1 not to writes from the page cache). In each of the kernel's slices of
+about 0.1 s, the slice's bytes can pass at once.
 """
 
 from __future__ import annotations
@@ -39,15 +35,15 @@ _REMOVE_PAUSE_S = 0.02
 
 
 class ThrottleError(OffloadError):
-    """An error if throttling is not possible here; the message ends with the remedy."""
+    """An error on a machine that cannot throttle; the message ends with the remedy."""
 
 
 @dataclass(frozen=True)
 class Hierarchy:
     """A place for groups that limit I/O: below `parent`, in cgroups of `version` 1 or 2.
 
-    mount, mount_root: mount point of the cgroup file system, and the group that is its root.
-    enables_io: a directory in whose `cgroup.subtree_control` `+io` must first be written, or None.
+    mount, mount_root: mount point of the cgroup file system, and the group at its root. enables_io:
+    a directory to whose `cgroup.subtree_control` `+io` must first be written, or None.
     """
 
     version: int
@@ -61,10 +57,8 @@ class Hierarchy:
         return "cgroup v1 blkio.throttle" if self.version == 1 else "cgroup v2 io.max"
 
     def group_of(self, pid: int | str, root: Path = ROOT) -> Path:
-        """Return the directory of a process's group.
-
-        Raises: ProcessLookupError: the process does not exist any more.
-        """
+        """Return the directory of a process's group; raise ProcessLookupError if the process has
+        exited."""
         try:
             text = (root / f"proc/{pid}/cgroup").read_text(encoding="utf-8")
         except FileNotFoundError:
@@ -80,10 +74,8 @@ class Hierarchy:
 
 
 def device_of(path: Path, root: Path = ROOT) -> str:
-    """Return the whole disk that holds `path` as "MAJOR:MINOR".
-
-    Raises: ThrottleError: `path` is not on a disk (tmpfs, overlay, a network file system).
-    """
+    """Return the whole disk that holds `path` as "MAJOR:MINOR"; raise ThrottleError if `path` is
+    not on a disk (tmpfs, overlay, a network file system)."""
     device = os.stat(path).st_dev
     number = f"{os.major(device)}:{os.minor(device)}"
     entry = root / "sys/dev/block" / number
@@ -108,10 +100,8 @@ def _mounts(root: Path) -> list[Mount]:
 
 
 def find_hierarchy(root: Path = ROOT) -> Hierarchy:
-    """Return a place where this process can create a group that limits I/O.
-
-    Raises: ThrottleError: there is none.
-    """
+    """Return a place where this process can create a group that limits I/O; raise ThrottleError if
+    there is none."""
     mounts = sorted(_mounts(root), key=attrgetter("file_system"))  # v1 first
     for mount in mounts:
         place = root / mount.point.lstrip("/")
@@ -130,9 +120,7 @@ def find_hierarchy(root: Path = ROOT) -> Hierarchy:
 
 def _with_io(outline: Hierarchy, root: Path) -> Hierarchy | None:
     """Return the nearest group, from our own upwards, whose children can use the io controller.
-
-    A group with processes, unless it is the root, cannot enable controllers for its children.
-    """
+    Only the root can enable controllers for its children while it has processes."""
     place, top = outline.group_of("self", root), outline.mount
     for group in (place, *place.parents):
         if "io" in _words(group / "cgroup.subtree_control"):
@@ -143,7 +131,6 @@ def _with_io(outline: Hierarchy, root: Path) -> Hierarchy | None:
 
 
 def _words(path: Path) -> list[str]:
-    """Return the words of a small file; an empty list if it cannot be read."""
     try:
         return path.read_text(encoding="ascii").split()
     except OSError:
@@ -156,7 +143,7 @@ def _write_if_possible(path: Path, text: str) -> None:
 
 
 def processes_of(group: int) -> list[int]:
-    """Return the IDs of all live processes in a process group, such as a server's."""
+    """Return the IDs of the processes in a process group that have not exited."""
     found = []
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
@@ -211,7 +198,7 @@ class Throttle:
     def limit(
         self, read_bytes_per_s: int | None = None, write_bytes_per_s: int | None = None
     ) -> None:
-        """Set both limits; None means no limit."""
+        """Set both limits; None: no limit."""
         limits = {"read": read_bytes_per_s, "write": write_bytes_per_s}
         assert all(value is None or value > 0 for value in limits.values())
         lines = {"io.max": " ".join(f"{k[0]}bps={value or 'max'}" for k, value in limits.items())}
@@ -225,7 +212,7 @@ class Throttle:
                 (self._group / name).write_text(f"{self.device} {line}\n", encoding="ascii")
 
     def add(self, *pids: int) -> None:
-        """Add processes, each with all its threads and with children that it starts later."""
+        """Add processes, each with all its threads and later children."""
         for pid in pids:
             # A process that has exited needs no limit.
             with self._permitted(), contextlib.suppress(ProcessLookupError):
@@ -234,7 +221,7 @@ class Throttle:
                 self._origins.setdefault(pid, origin)
 
     def add_group(self, group: int) -> None:
-        """Add a whole process group, whose processes may start others at the same time."""
+        """Add all processes of a group, including those that they start meanwhile."""
         for _ in range(_MOVE_ROUNDS_MAX):
             missing = set(processes_of(group)) - set(self._members())
             if not missing:
@@ -246,10 +233,8 @@ class Throttle:
         return [int(word) for word in _words(self._group / _MEMBERS)]
 
     def _remove(self) -> None:
-        """Move all processes back, and remove the group.
-
-        A process started within the group is moved to the group from which the first process came.
-        """
+        """Move all processes back, those started within the group to the first one's earlier group;
+        then remove the group."""
         default = next(iter(self._origins.values()), self._hierarchy.parent)
         for _ in range(_REMOVE_TRIES_MAX):
             for pid in self._members():

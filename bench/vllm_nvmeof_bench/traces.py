@@ -2,8 +2,8 @@
 """Public traces of LLM requests: file formats, structure, and users on a virtual clock.
 
 A block ID identifies the block's tokens *and all tokens before them*: two prompts share a prefix
-exactly as far as their IDs are equal. The readers make IDs unique in the whole trace, and reject a
-file in which an ID follows two different IDs.
+as far as their IDs are equal. The readers make IDs unique in the whole trace, and reject a file in
+which an ID follows two different IDs.
 
 An agentic session of kv-cache-tester is a JSON file; several sessions are a folder of such files.
 
@@ -15,12 +15,12 @@ An agentic session of kv-cache-tester is a JSON file; several sessions are a fol
 `hash_ids` identify whole blocks; IDs of scope "local" are valid only in their file. As in
 kv-cache-tester's own replay, adjacent sub-agents run concurrently while their parent waits.
 
-A trace of Mooncake is a file with one JSON line per request, in order of arrival.
+A Mooncake trace has one JSON line per request, in order of arrival.
 
     {"timestamp": 27482, "input_length": 6955, "output_length": 52, "hash_ids": [46, 47, …]}
 
-Timestamps are in milliseconds, a block has 512 tokens, an ID identifies a prefix in the whole file,
-and the last block of a prompt may be partial. Requests arrive by the clock, not after an answer.
+Timestamps are in milliseconds; requests do not wait for answers. A block has 512 tokens; a prompt's
+last block can be partial. An ID identifies a prefix in the whole file.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.settings import option
 
 Ids = npt.NDArray[np.int64]
-#: Help text of the argument for a trace.
-TRACE_HELP = "A folder of kv-cache-tester's *.json files, or a Mooncake *.jsonl file."
+TRACE_HELP = "Folder of kv-cache-tester's *.json files, or Mooncake *.jsonl file."
 _MOONCAKE_BLOCK_TOKENS = 512
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 
@@ -52,9 +51,9 @@ _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)
 class Request:
     """One prompt and its answer.
 
-    blocks: int64[n], the IDs of the prompt's blocks. The prompt may use only a part of the last
-    block, or have more tokens than the IDs cover. think_s: time from the end of the previous answer
-    to this request. service_s: recorded duration of the answer; 0: unknown.
+    blocks: int64[n], the IDs of the prompt's blocks; the prompt can end within the last block or
+    after it. think_s: time from the previous answer's end to this request. service_s: recorded
+    duration of the answer; 0: unknown.
     """
 
     input_tokens: int
@@ -66,8 +65,8 @@ class Request:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
-    """One user's steps in order. A step is a request, or a group of sub-agents' sessions that run
-    concurrently while this session waits. start_s: None: it starts when a user is free."""
+    """One user's steps in order: requests, and groups of sub-agents' sessions that run concurrently
+    while this session waits. start_s: None: it starts when a user is free."""
 
     name: str
     steps: tuple[Step, ...]
@@ -88,7 +87,7 @@ Step = Request | tuple[Session, ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """A trace of sessions. block_tokens: number of tokens that a block ID stands for."""
+    """A trace of sessions. block_tokens: tokens per block ID."""
 
     name: str
     block_tokens: int
@@ -98,13 +97,13 @@ class Trace:
         return itertools.chain.from_iterable(session.requests() for session in self.sessions)
 
     def capped(self, context_tokens_max: int) -> Trace:
-        """Return the trace with each session cut before the first request that is longer, with its
-        answer, than `context_tokens_max`; leave out sessions that are then empty."""
+        """Cut each session before the first request that exceeds `context_tokens_max` with its
+        answer; leave out sessions that are then empty."""
         cut = (_until(session, context_tokens_max) for session in self.sessions)
         return replace(self, sessions=tuple(one for one in cut if one.steps))
 
     def scaled(self, block_tokens: int) -> Trace:
-        """Return the same structure with shorter blocks; prompts and answers shrink accordingly."""
+        """Return the trace with blocks of `block_tokens`, and prompts and answers to scale."""
 
         def shrink(tokens: int) -> int:
             return max(1, round(tokens * block_tokens / self.block_tokens))
@@ -123,7 +122,7 @@ class Trace:
         return Trace(self.name, block_tokens, tuple(map(session, self.sessions)))
 
     def unique_tokens(self) -> int:
-        """Return the size of the working set: the tokens of all distinct blocks."""
+        """Return the tokens of all distinct blocks, which are the working set."""
         every = [one.blocks for one in self.requests()]
         return len(np.unique(np.concatenate(every))) * self.block_tokens if every else 0
 
@@ -140,12 +139,9 @@ def _until(session: Session, tokens_max: int) -> Session:
     return replace(session, steps=tuple(steps))
 
 
-# -- users on a virtual clock -------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Pace:
-    """The number of users, and how they arrive and think."""
+    """The number of users, their arrivals and their think times."""
 
     users: int = option(16, "Concurrent users.", min=1)
     ramp_s: float = option(5.0, "Seconds between users' arrivals.", flag="--ramp", min=0)
@@ -157,8 +153,8 @@ class Pace:
 
 
 def starts(trace: Trace, pace: Pace) -> tuple[list[tuple[float, Session]], Iterator[Session]]:
-    """Return (time, session) of sessions that start by the clock or with a first user, and the
-    other sessions, for users who become free. Sessions without a clock are in random order."""
+    """Return (time, session) of sessions with a start time and of each user's first session, and
+    the sessions for users who become free. Sessions without a start time are in random order."""
     free = [one for one in trace.sessions if one.start_s is None]
     random.Random(pace.seed).shuffle(free)
     timed = [(one.start_s, one) for one in trace.sessions if one.start_s is not None]
@@ -173,7 +169,7 @@ def thinking_s(request: Request, pace: Pace) -> float:
 
 @dataclass(slots=True)
 class _Cursor:
-    """A position in a session. children: number of running sub-agents. ready: the next request."""
+    """A position in a session. children: running sub-agents. ready: the next request."""
 
     steps: Iterator[Step]
     parent: _Cursor | None
@@ -182,7 +178,7 @@ class _Cursor:
 
 
 def virtual(trace: Trace, pace: Pace) -> Iterator[tuple[float, Request]]:
-    """Yield (time, request) in order of time; answers take as long as recorded."""
+    """Yield (time, request) in order of time; answers have the recorded durations."""
     numbers = itertools.count()  # the order of simultaneous events
     heap: list[tuple[float, int, _Cursor]] = []
 
@@ -217,14 +213,9 @@ def virtual(trace: Trace, pace: Pace) -> Iterator[tuple[float, Request]]:
             begin(following, now_s)
 
 
-# -- files --------------------------------------------------------------------------------
-
-
 def read_trace(path: Path) -> Trace:
-    """Read a trace: kv-cache-tester's *.json, as a folder or a file, or Mooncake's *.jsonl.
-
-    Raises: BenchError: the path is neither or malformed; it names the file and the position.
-    """
+    """Read a folder or file of kv-cache-tester's *.json, or Mooncake's *.jsonl; raise BenchError,
+    with the file and position, if the path is neither or malformed."""
     if not path.exists():
         raise BenchError(f"{path}: no such file or folder")
     try:
@@ -240,7 +231,7 @@ def read_trace(path: Path) -> Trace:
 
 
 def _read_folder(path: Path) -> Trace:
-    """Read a folder's session files in alphabetical order, or a single session file."""
+    """Read a folder's session files in alphabetical order, or a single file."""
     files = sorted(path.glob("*.json")) if path.is_dir() else [path]
     if not files:
         raise BenchError(f"{path}: no *.json files in this folder")
@@ -308,7 +299,7 @@ class _File:
         return (*steps, tuple(children)) if children else tuple(steps)
 
     def _request(self, entry: dict[str, Any], gap_s: float) -> Request:
-        """Read a request. gap_s: time since the previous answer, used if there is no think time."""
+        """Read a request. gap_s: time since the previous answer, the default think time."""
         ids = np.array(entry["hash_ids"], np.int64).reshape(-1)
         if len(ids) and int(ids.min()) < 0:
             raise ValueError(f"hash id {int(ids.min())} is negative")

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench copy`: tables and goals.
-
-Goals apply to medians over rounds. A goal is decided by its worst size, count or direction.
-"""
+"""The report of `bench copy`: tables, and goals for medians over rounds. The worst size, count or
+direction decides."""
 
 from __future__ import annotations
 
@@ -27,11 +25,8 @@ from vllm_nvmeof_offload.units import KIB, format_bytes
 
 @dataclass(frozen=True)
 class Sample:
-    """One arm, case and round.
-
-    direction: store, load, or both. value: GB/s (1e9 bytes/s), except for these cases: µs for
-    `submit`, `crc_join`; steps/s for `loop_…`, `…_matrix`.
-    """
+    """One arm, case and round. direction: store, load or both. value: µs for `submit` and
+    `crc_join`, steps/s for `loop_…` and `…_matrix`, otherwise GB/s (1e9 bytes/s)."""
 
     case: str
     arm: str
@@ -44,14 +39,14 @@ class Sample:
 
 _LARGE = 512 * KIB
 _SMALL = (16 * KIB, 64 * KIB)
-#: Launches are paced at the rate of a 100 Gbit/s link; at the minimum it counts as reached.
+#: Launches are paced at the rate of a 100 Gbit/s link, which counts as reached at the minimum.
 _BESIDE_CRC = "bf16 matrix products beside CRC-32C at 12.5 GB/s / alone"
 _CRC_GB_PER_S_MIN = 12.4
 _Key = tuple[str, str, int, int]  # case, direction, bytes of a block, blocks
 
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
-    """Return the goals in the order of the requirements; a figure's `where` names what decided."""
+    """Return the goals; a figure's `where` names the size, count and direction that decided."""
     keys = _keys(samples)
 
     def value(key: _Key, arm: str) -> float | None:
@@ -65,13 +60,13 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
         return figure(key, value(key, above), value(key, below))
 
     def better(key: _Key) -> Figure | None:
-        """Compare auto with the better backend: the kernel if it is `KERNEL_MARGIN` × faster."""
+        """Compare auto with the better backend, the kernel if it is `KERNEL_MARGIN` × as fast."""
         dma, kernel = value(key, "dma"), value(key, "kernel")
         known = dma is not None and kernel is not None
         return figure(key, value(key, "auto"), max(dma, kernel / KERNEL_MARGIN) if known else None)
 
     def both(key: _Key) -> Figure | None:
-        """Compare both directions at once with the mean of each by itself."""
+        """Compare both directions at once with the mean of each alone."""
         case, _, size, count = key
         alone = [value((case, one, size, count // 2), "dma") for one in ("store", "load")]
         return figure(key, value(key, "dma"), None if None in alone else sum(alone) / 2)
@@ -102,7 +97,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
 
 
 def _beside_crc(samples: Sequence[Sample]) -> Figure | None:
-    """Return the least slowdown of the matrix product by any launch with a sufficient rate."""
+    """Return the product's best rate beside a sufficiently fast launch, relative to alone."""
     beside = select(samples, case="crc_beside")
     products = select(samples, case="crc_matrix")
     alone = median_of(products, "value", arm="alone")
@@ -144,13 +139,12 @@ _TITLES = {
 
 
 def arms_of(samples: Iterable[Sample]) -> list[str]:
-    """Return the measured arms, known ones first and in order."""
+    """Return the measured arms: first the known ones in a fixed order, then others."""
     found = distinct(samples, "arm")
     return [arm for arm in _ORDER if arm in found] + [arm for arm in found if arm not in _ORDER]
 
 
 def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table]:
-    """Yield a table per case that has samples."""
     rounds = max((one.round for one in samples), default=-1) + 1
     for case, title in _TITLES.items():
         chosen = select(samples, case=case)
@@ -180,7 +174,7 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
 
 
 def _arm_table(chosen: Sequence[Sample], case: str) -> Table:
-    """Return the table of a loop, in steps/s and as ratios to alone, or of disk loads, in GB/s."""
+    """Return a table of a loop, in steps/s and relative to alone, or of disk loads, in GB/s."""
     title, first = f"{case.removeprefix('loop_')}: steps/s of a loop beside copies", "loop"
     if case == "disk":
         title, first = "Loads from disk to the GPU, GB/s", "of"
@@ -204,7 +198,6 @@ def _arm_table(chosen: Sequence[Sample], case: str) -> Table:
 
 
 def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the GPU, its link and driver, the version of vLLM's arm, and failed arms."""
     gpu, link = conditions.get("gpu", {}), conditions.get("pcie") or {}
     pcie = f", PCIe {link.get('speed')} GT/s x{link.get('width')}" if link else ""
     number = conditions.get("driver")  # 13.0 is 13000

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of the demo's results; `vllm_nvmeof_bench.demo.report` has the verdict."""
+"""The report of the demo's results, without the verdict of `vllm_nvmeof_bench.demo.report`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vllm_nvmeof_bench.report import Column, Conditions, Report, Table, by, medians
 from vllm_nvmeof_bench.results import median_of, select
 
-#: Case → the case whose median is divided by that case's.
+#: Case → the case relative to which its speed-up is computed.
 _BASES = {
     **dict.fromkeys(("cpu_tier", "pool", "restart"), "cold_without"),
     "preempted": "preempted_recompute",
@@ -18,7 +18,7 @@ _BASES = {
 
 @dataclass(frozen=True)
 class Sample:
-    """One first token, or one resume of a preempted request."""
+    """The time of a first token, or of a preempted request's resume."""
 
     case: str
     seconds: float

@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench hotpath`: stages, totals over stages, goals, tables.
-
-A total is the sum over its stages within one round, and its figure is the median over the rounds. A
-round in which a stage was not measured has no total.
-"""
+"""The report of `bench hotpath`: stages, goals and tables. A total is the sum over stages within a
+round that measured all of them; figures are medians over rounds."""
 
 from __future__ import annotations
 
@@ -30,7 +27,7 @@ from vllm_nvmeof_bench.results import (
 OURS, VLLM = "ours", "vllm"
 SIDES = (OURS, VLLM)
 SCHEDULER, MODEL, PIPELINE = "scheduler", "model", "pipeline"
-#: The size of an op that measures the cost per op.
+#: The chunks of an op that measures the cost per op.
 ONE = 1
 
 
@@ -104,7 +101,7 @@ _TITLES = {
     "blocks": "vLLM's own work for a load",
     "start": "start with a full pool",
 }
-#: The costs of a load on the scheduler's thread without look-ups; vLLM's manager has no `find`.
+#: The stages of a load on the scheduler's thread without look-ups; vLLM's manager has no `find`.
 _PLANNED = ("find", "prepare", "pickle", "report")
 _STORED = tuple((case, stage) for case in ("store", "write") for stage in CASES[case])
 _MODEL_STAGES = tuple(name for name, stage in _LOAD.items() if stage.thread == MODEL)
@@ -118,7 +115,7 @@ class Sample:
 
     chunks: chunks per op; if `ONE`, us_per_chunk is the cost per op. us_per_chunk: CPU time of the
     thread. bytes_per_chunk: size of a pickled command, or resident memory of the index.
-    locked_us_per_chunk: CPU time in which the pipeline thread holds the interpreter lock.
+    locked_us_per_chunk: CPU time with the interpreter lock on the pipeline's thread.
     """
 
     stage: str
@@ -141,7 +138,7 @@ def parts_of(case: str, stages: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def total_us(samples: Samples, side: str, chunks: int, parts: Parts) -> list[float]:
-    """Return the sum of the parts, in µs per chunk, of each round that measured all of them."""
+    """Return the parts' sum, in µs per chunk, in each round that measured all parts."""
     by_round: dict[int, dict[tuple[str, str], float]] = {}
     for one in select(samples, side=side, chunks=chunks):
         if one.us_per_chunk is not None:
@@ -158,7 +155,7 @@ def _figure(values: Sequence[float], where: str = "", scale: float = 1.0) -> Fig
 def _total(
     samples: Samples, case: str, stages: Iterable[str], chunks: int = _CHUNKS, scale: float = 1.0
 ) -> Figure | None:
-    """Return our side's total of a case's `stages`, in µs per chunk times `scale`."""
+    """Return our total of a case's `stages`, in µs per chunk times `scale`."""
     values = total_us(samples, OURS, chunks, parts_of(case, stages))
     return _figure(values, _TITLES[case], scale)
 
@@ -176,7 +173,7 @@ def load_ratio(samples: Samples, chunks: int = _CHUNKS) -> Figure | None:
 
 
 def _growth(samples: Samples) -> Figure | None:
-    """Return µs per chunk at 65,536 chunks / at 8,192, for loads or stores: the worse ratio."""
+    """Return the worst ratio of µs per chunk at 65,536 chunks to 8,192, for loads and stores."""
 
     def ratio(case: str, parts: Parts) -> Figure | None:
         wanted = list(parts)
@@ -191,7 +188,7 @@ def _growth(samples: Samples) -> Figure | None:
 
 
 def _op(samples: Samples) -> Figure | None:
-    """Return the µs of an op of one chunk, on all threads together; the worst kind of op."""
+    """Return the µs of the slowest kind of op with one chunk, over all threads."""
     without = ("look_up", "look_up_again")  # run per chunk, not per op
     loads = [name for name in _LOAD if name not in without]
     found = [_total(samples, case, loads, ONE) for case in ("cpu", "pool")]
@@ -199,7 +196,7 @@ def _op(samples: Samples) -> Figure | None:
 
 
 def _rate(samples: Samples, case: str) -> Figure | None:
-    """Return how many thousand chunks per second the pipeline's thread can move."""
+    """Return the thousands of chunks per second that the pipeline's thread can move."""
     chosen = select(samples, side=OURS, case=case, stage="pipeline", chunks=_CHUNKS)
     values = [one.us_per_chunk for one in chosen if one.us_per_chunk]
     return _figure([1000 / value for value in values])
@@ -219,7 +216,7 @@ def _bytes(samples: Samples) -> Figure | None:
 
 
 def _locked(samples: Samples) -> Figure | None:
-    """Return how many ms the pipeline's thread holds the interpreter lock; the worst load."""
+    """Return the ms for which the slowest load holds the interpreter lock in the pipeline."""
     wanted = {"side": OURS, "stage": "pipeline", "chunks": _CHUNKS}
     found = [
         _figure(
@@ -233,7 +230,7 @@ def _locked(samples: Samples) -> Figure | None:
 
 
 def _adoption(samples: Samples) -> Figure | None:
-    """Return the seconds that adopting a million entries takes."""
+    """Return adoption's µs per entry, which are seconds per million entries."""
     chosen = select(samples, case="start", side=OURS)
     sizes = {one.chunks for one in chosen if one.stage == "adopt_rank"}
     stages = parts_of("start", ("adopt_rank", "adopt_manager"))
@@ -248,7 +245,7 @@ def _worst_load(
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Return the goals; they are for a load of 8,192 chunks unless stated otherwise."""
+    """Return the goals, which are for a load of 8,192 chunks unless stated otherwise."""
     ms = _CHUNKS / 1000
     total, worst = partial(_total, samples), partial(_worst_load, samples)
     index = values_of(samples, "bytes_per_chunk", side=OURS, case="start", stage="memory")
@@ -280,7 +277,7 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
 
 def _by_size(sizes: Sequence[int], cell: Callable[..., Any]) -> Iterator[Column]:
-    """Yield a column per size and side. cell: a function of a row, with `side` and `chunks`."""
+    """Yield a column per size and side. cell: a function of a row, `side` and `chunks`."""
     for chunks, side in itertools.product(sizes, SIDES):
         name = "op of 1" if chunks == ONE else f"{chunks:,}"
         get = partial(cell, side=side, chunks=chunks)
@@ -309,7 +306,6 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def _sums(samples: Samples, sizes: Sequence[int]) -> Table:
-    """Return the table of the total cost of an op on each thread."""
 
     def sum_of(row: tuple[str, str], side: str, chunks: int) -> Spread | None:
         case, thread = row

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench latency`: the second target against the first, our engine against fio."""
+"""The report of `bench latency`: the second target relative to the first, and ours to fio."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_nvmeof_bench.results import (
 from vllm_nvmeof_offload.units import KIB, slot_stride_bytes
 
 ARMS = ("fio", "ours")
-#: The name of a throttled target in every results file.
+#: The name of a throttled target in results files.
 STAND_IN = "throttled-stand-in"
 PAYLOAD_MIN = 4 * KIB
 _MEASURES = {"p50": "p50_us", "mean": "mean_us", "P99": "p99_us"}
@@ -41,7 +41,7 @@ class Point:
 
     @property
     def io_bytes(self) -> int:
-        """The size of fio's I/O: for 4 KiB the payload, otherwise a whole slot, as for ours."""
+        """The size of fio's I/O: the payload for 4 KiB, otherwise a whole slot, as for ours."""
         if self.payload_bytes <= PAYLOAD_MIN:
             return self.payload_bytes
         return slot_stride_bytes(self.payload_bytes)
@@ -49,11 +49,8 @@ class Point:
 
 @dataclass(frozen=True)
 class Sample:
-    """A target, arm, point and round, with the latencies in µs of its completed `operations`.
-
-    p99_us: the slowest operation, if there are fewer than 100. cpu_s_per_gib: CPU seconds of all
-    processes of the arm per GiB of payload.
-    """
+    """A target, arm, point and round, with latencies of its completed `operations`. p99_us: the
+    slowest of fewer than 100. cpu_s_per_gib: of all the arm's processes, per GiB of payload."""
 
     target: str
     arm: str
@@ -84,7 +81,7 @@ class Added(NamedTuple):
 def added(
     samples: Sequence[Sample], first: _Side, second: _Side, point: Point, measure: str
 ) -> Added | None:
-    """Return the second side's median minus the first's; None unless both sides were measured."""
+    """Return the second side's median minus the first's; None unless both were measured."""
     before, after = (median_of(samples, measure, point=point, **side) for side in (first, second))
     if before is None or after is None:
         return None
@@ -92,10 +89,8 @@ def added(
 
 
 def as_expected(samples: Sequence[Sample], point: Point) -> Paired | None:
-    """Return our mean latency on the second target by the expected one, paired by round.
-
-    Expected is that our engine adds there to fio's what it adds on the first target.
-    """
+    """Return our mean latency on the second target relative to the expected one, paired by round:
+    fio's there plus the difference between ours and fio's on the first target."""
     before, after = distinct(samples, "target")[:2]
     rounds: dict[int, dict[tuple[str, str], float]] = {}
     for one in select(samples, point=point):
@@ -109,12 +104,11 @@ def as_expected(samples: Sequence[Sample], point: Point) -> Paired | None:
 
 
 def points_of(samples: Iterable[Sample]) -> list[Point]:
-    """Return all points, sorted by case, size, jobs and depth."""
+    """Return all points in the samples, sorted."""
     return sorted({one.point for one in samples})
 
 
 def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table | str]:
-    """Yield, for each case and payload, first a table per arm, then a table per target."""
     targets = distinct(samples, "target")
     for case, payload in sorted({(one.case, one.payload_bytes) for one in samples}):
         chosen = select(samples, case=case, payload_bytes=payload)
@@ -137,7 +131,7 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
 
 
 def _alike(samples: Sequence[Sample], targets: Sequence[str]) -> Table:
-    """Return a table of what our engine adds on each of two targets, with a row per point."""
+    """Return a table of the latency that our engine adds to fio's on each target, by point."""
     columns = [
         Column("case", lambda point: f"{point.case}s of {size_name(point.payload_bytes)}"),
         Column("jobs × depth", lambda point: f"{point.jobs} × {point.depth}"),
@@ -164,7 +158,7 @@ def _alike(samples: Sequence[Sample], targets: Sequence[str]) -> Table:
 def _compared(
     title: str, samples: Sequence[Sample], sides: Mapping[str, _Side], with_cpu: bool = False
 ) -> Table:
-    """Return a table with a row per point. sides: column name → side, for two sides."""
+    """Return a table with a row per point. sides: column name → side, for both sides."""
 
     def middle(side: _Side, measure: str) -> Any:
         def get(point: Point) -> Spread | None:
@@ -194,15 +188,14 @@ def _short(name: str) -> str:
 
 
 def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
-    """Yield lines about the targets and the engine."""
     for name, target in conditions.get("targets", {}).items():
         limit = target.get("throttled_mb_per_s")
         how = "not throttled"
         if limit:
             how = (
-                f"throttled to {limit} MB/s by {conditions.get('throttle', '?')}: it stands in for "
-                "the bandwidth of an NVMe-oF target, not for a network's latency; the bytes of "
-                "each 0.1 s slice pass at once, and the rest waits"
+                f"throttled to {limit} MB/s by {conditions.get('throttle', '?')}: it simulates the "
+                "bandwidth of an NVMe-oF target, not a network's latency; the bytes of each 0.1 s "
+                "slice can pass at once"
             )
         yield f"{name}: {target.get('file_system', '?')} on {target.get('device', '?')}, {how}"
     settings = conditions.get("settings", {})

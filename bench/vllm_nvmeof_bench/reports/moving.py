@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The report of `bench serve moving`: conversations that move to another server at each turn.
 
-TTFT and the share found are for turns from the second on, because the first prompt is new. Their
-ratios compare the same turn of the same conversation in the same round. Throughput is for a whole
-round, first turns included: its tokens over the total time of its requests.
+TTFT and the share found exclude first turns, whose prompts are new. Their ratios compare the same
+turn of the same conversation in the same round. Throughput is the tokens of a whole round divided
+by the total time of its requests.
 """
 
 from __future__ import annotations
@@ -26,17 +26,16 @@ from vllm_nvmeof_bench.report import (
 from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, select
 
 OURS, STICKY, PEER = "ours", "sticky", "peer"
-#: The arms that are compared with ours → the required ratios.
+#: The arms compared with ours → the required ratios.
 _RIVALS = {PEER: 1.0, STICKY: 0.9}
 _PLACES = {"gpu": "GPU", "cpu": "CPU", "pool": "own pool", "shared": "others'", "other": "other"}
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One turn of one conversation. server: its name. digest: a hash of the answer. gpu to other:
-    the prompt's tokens by where they were found: `shared` is the other server's pool. With vLLM's
-    tiering, `pool` is the directory that both servers share.
-    """
+    """One turn of one conversation. digest: a hash of the answer. gpu to other: prompt tokens by
+    where they were found; `shared` is the other server's pool. With vLLM's tiering, `pool` is the
+    directory that both servers share."""
 
     arm: str
     round: int
@@ -65,19 +64,19 @@ Samples = Sequence[Sample]
 
 
 def later(samples: Samples) -> list[Sample]:
-    """Return the turns from the second on."""
+    """Return all turns except first ones."""
     return [one for one in samples if one.turn > 0]
 
 
 def tokens_per_s(samples: Samples) -> float | None:
-    """Return the tokens of complete prompts and answers, per second of all requests' time."""
+    """Return the tokens of complete requests per second of all requests' time."""
     seconds = sum(one.end_s for one in samples)
     whole = [one for one in samples if one.failure is None]
     return sum(one.prompt_tokens + one.answer_tokens for one in whole) / seconds if whole else None
 
 
 def _paired(samples: Samples, arm: str, other: str, measure: str) -> list[tuple[float, float]]:
-    """Return (`arm`, `other`) pairs of a measure, by turn of a conversation, from the second on."""
+    """Return (`arm`, `other`) pairs of a measure, by later turn of a conversation."""
     above, below = ({"arm": one} for one in (arm, other))
     pairs = results.paired(
         later(samples), measure, above, below, lambda one: (one.round, one.conversation, one.turn)
@@ -112,14 +111,14 @@ def _by_round(
 
 
 def _found(samples: Samples, *places: str) -> float | None:
-    """Return the share of prompt tokens found in `places`, for turns from the second on."""
+    """Return the share of later turns' prompt tokens that were found in `places`."""
     chosen = later(samples)
     prompts = sum(one.prompt_tokens for one in chosen)
     return sum(getattr(one, at) for one in chosen for at in places) / prompts if prompts else None
 
 
 def different(samples: Samples) -> tuple[int, int]:
-    """Return (answers that differ from the first one for the same turn, answers compared)."""
+    """Return (answers that differ from the first answer of the same turn, answers compared)."""
     first: dict[tuple[int, int, int], str] = {}
     unequal = compared = 0
     for one in samples:
@@ -131,7 +130,7 @@ def different(samples: Samples) -> tuple[int, int]:
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Return the goals for our arm against vLLM's tiering, and against conversations that stay."""
+    """Return the goals for our arm relative to vLLM's tiering, and to sticky conversations."""
 
     def figure(values: list[float], inverse: bool = False) -> Figure | None:
         if not values:
@@ -203,13 +202,13 @@ _RATIOS = {"tokens/s": ratio_of_tokens, "TTFT": ratio_of_ttft, "share found": ra
 REPORTS = (
     Report(
         "moving",
-        "Conversations whose turns go to two servers in turn",
+        "Conversations whose turns alternate between two servers",
         Sample,
         _tables,
         about=(
             "{conversations} conversations of {turns} turns, {first_tokens} tokens and "
-            "{grow_tokens} more each turn; {think_s:g} s of thinking; GPU memory emptied before "
-            "each request, one request at a time"
+            "{grow_tokens} more per turn; one request at a time, each after a pause of "
+            "{think_s:g} s and with empty GPU memory"
         ),
         goals=goals,
     ),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench peers`: both links against one, and against their sum."""
+"""The report of `bench peers`: loads over both links relative to one link, and to their sum."""
 
 from __future__ import annotations
 
@@ -22,13 +22,12 @@ from vllm_nvmeof_bench.results import (
     worst,
 )
 
-#: Link rates are in MB/s, as usual for storage.
 MB = 1_000_000
-#: A text of rates for links without limits, which idle servers use.
+#: The rates of unlimited links, which idle servers use.
 NO_LINKS = "0:0"
 LOAD, IDLE = "load", "idle"
 WITHOUT, ABSENT, BOTH, LANDING = "without", "absent", "both", "landing"
-#: Only results of earlier versions contain this arm.
+#: An arm that only results of earlier versions contain.
 VLLM_P2P = "vllm_p2p"
 ARMS = {
     WITHOUT: "own link, no peer",
@@ -38,17 +37,15 @@ ARMS = {
     VLLM_P2P: "both links, vLLM's fs and p2p tiers",
 }
 MESSAGES = "messages"
-#: The ways to transfer chunks; only results of earlier versions contain cma.
+#: The transports of chunks; only results of earlier versions contain cma.
 TRANSPORTS = {"cma": "NIXL pulls, by the kernel's cma", MESSAGES: "messages over TCP"}
 BOTH_MIN, SUM_MIN, ABSENT_MIN, IDLE_MAX = 1.9, 0.93, 0.98, 0.5
 VLLM_P2P_MIN = 1.05
 
 
 def link_rates(rates: str) -> tuple[float, float]:
-    """Return the MB/s of the server's own link and of the peer's, from a text such as `400:400`.
-
-    Raises: BenchError: the text has another form.
-    """
+    """Parse rates such as `400:400`: MB/s of the server's own link and of the peer's. Raise
+    BenchError if the text has another form."""
     try:
         own, peer = map(float, rates.split(":"))
     except ValueError:
@@ -58,12 +55,9 @@ def link_rates(rates: str) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Sample:
-    """One load of one arm, or one idle period.
-
-    rates: MB/s of the server's own link and of the peer's. size_bytes: payload of the load.
-    pulled_bytes: payload received from the peer. cpu_s: CPU time of the loading process;
-    helper_cpu_s: CPU time of the peer.
-    """
+    """One load of one arm, or one idle period. rates: see `link_rates`. size_bytes: payload of the
+    load. pulled_bytes: payload received from the peer. cpu_s, helper_cpu_s: CPU time of the loading
+    process, and of the peer."""
 
     stage: str
     rates: str
@@ -82,7 +76,7 @@ class Sample:
 
     @property
     def of_sum(self) -> float:
-        """The load's rate as a share of the sum of both links' rates."""
+        """The load's rate as a share of both links' total rate."""
         return self.mb_per_s / sum(link_rates(self.rates))
 
     @property
@@ -95,12 +89,12 @@ class Sample:
 
     @property
     def helper_ms_per_gb(self) -> float | None:
-        """The peer's CPU time, in ms per GB that it read for the loading server."""
+        """The peer's CPU time in ms per GB that it read for the loading server."""
         return 1e12 * self.helper_cpu_s / self.pulled_bytes if self.pulled_bytes else None
 
     @property
     def idle_percent(self) -> float:
-        """The CPU time of the busier process as a percentage of one core's."""
+        """The CPU time of the busier process in per cent of one core."""
         return 100 * max(self.cpu_s, self.helper_cpu_s) / self.seconds
 
 
@@ -114,7 +108,7 @@ def places_of(samples: Samples) -> list[Place]:
 
 
 def ratio(samples: Samples, place: Place, arm: str, beside: str = WITHOUT) -> Paired | None:
-    """Return the ratio of the rate of `arm` to that of `beside`, round by round."""
+    """Return the ratio of the rate of `arm` to that of `beside`, paired by round."""
     where = {"stage": LOAD, "rates": place[0], "transport": place[1]}
     above, below = {**where, "arm": arm}, {**where, "arm": beside}
     pairs = results.paired(samples, "mb_per_s", above, below)
@@ -127,7 +121,7 @@ def _is_equal(rates: str) -> bool:
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Return the goals; each is for the worst combination of rates and transport."""
+    """Return the goals, each for the worst combination of rates and transport."""
     places = places_of(samples)
 
     def worst_ratio(arm: str, chosen: Sequence[Place], beside: str = WITHOUT) -> Figure | None:
@@ -165,13 +159,13 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     settings = conditions.get("settings", {})
     size = results.size_name(settings.get("chunk_bytes", 0))
     yield (
-        f"loads of {settings.get('chunks', '?')} chunks of {size} by two processes on one machine, "
-        "whose reads share a link of the given rate each: it stands in for the bandwidth of "
-        "an NVMe-oF target, not for a network's latency"
+        f"loads of {settings.get('chunks', '?')} chunks of {size} by two processes on one machine; "
+        "the reads of each process share a link of the given rate, which simulates the bandwidth "
+        "of an NVMe-oF target, not a network's latency"
     )
     if VLLM_P2P in settings.get("arms", ()):
         yield (
-            f"{ARMS[VLLM_P2P]}: each chunk is in the file of one server alone, in the ratio of the "
+            f"{ARMS[VLLM_P2P]}: each chunk is in a file of only one server, in the ratio of the "
             "links; the second server's fs tier reads all its chunks into its CPU tier, and then "
             "the p2p tier writes them into ours; the copy to the GPU is not counted"
         )
@@ -187,7 +181,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     ]
 
     def over(row: dict[str, str], beside: str) -> Paired | None:
-        """Return the ratio of the row's arm to `beside`; in vLLM's row, that of ours to vLLM's."""
+        """Return the ratio of the row's arm to `beside`; in vLLM's row, of ours to vLLM's."""
         place = row["rates"], row["transport"]
         if beside == VLLM_P2P:
             return ratio(samples, place, BOTH, beside) if row["arm"] == beside else None

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench pool`: tables and goals.
+"""The report of `bench pool`: tables, and goals for ratios of medians over rounds.
 
-Goals are ratios of medians over rounds. If a goal covers several block sizes, the worst one decides
-and is named. "The best of fio, threads and ring" is the largest of their medians for that block
-size. A goal that lacks samples counts as not measured.
+The worst of a goal's block sizes decides and is named. "The best of fio, threads and ring" is the
+largest of their medians for that block size. A goal that lacks samples counts as not measured.
 """
 
 from __future__ import annotations
@@ -38,11 +37,8 @@ _LARGE = 512 * KIB
 
 @dataclass(frozen=True)
 class Sample:
-    """One arm, case, block size and round; MiB and GiB count payload only.
-
-    cpu_s_per_gib: None if the CPU time of two directions cannot be separated. p50_us, p99_us: None
-    if the arm reports no latency.
-    """
+    """One arm, case, block size and round; MiB and GiB count only payload. cpu_s_per_gib: None if
+    the directions' CPU times cannot be separated. p50_us, p99_us: None without latencies."""
 
     arm: str
     case: str
@@ -55,7 +51,6 @@ class Sample:
 
 
 def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterator[Table]:
-    """Yield throughput, CPU time, and the latency of demand reads."""
     rounds = max((one.round for one in samples), default=0) + 1
     rates = [one for one in samples if one.case != _BESIDE]
     beside = select(samples, case=_BESIDE)
@@ -91,12 +86,12 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
 
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[results.Goal]:
-    """Return the goals in the requirements' order."""
+    """Return the goals of our arm relative to its rivals."""
 
     def ratio(
         case: str, block: int = 2 * MIB, measure: str = _RATE, rival: str = _FS, base: str = ""
     ) -> Figure | None:
-        """Return the ratio of ours to a rival's, in the same case unless `base` names another."""
+        """Return the ratio of ours to a rival's, in `case` or, for the rival, in `base`."""
         above = {"arm": "ours", "case": case, "block_bytes": block}
         below = {"arm": rival, "case": base or case, "block_bytes": block}
         where = f"{results.size_name(block)}, {rival}"

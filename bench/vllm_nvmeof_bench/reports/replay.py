@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench replay`: each arm's completed requests, times to first token and hits."""
+"""The report of `bench replay`: each arm's completed requests, TTFT and hits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"
 
 @dataclass(frozen=True)
 class Sample:
-    """One request. at_s: when it was sent, from the first user's arrival. ttft_s, end_s: from when
-    it was sent; ttft_s None: no token. ended: `whole`, `failed`, or `cut` when time was up. why:
-    the reason of a failure."""
+    """One request. at_s: seconds from the first user's arrival to sending. ttft_s, end_s: seconds
+    since sending; ttft_s None: no token. ended: `whole`, `failed`, or `cut` at the end of the run.
+    why: the reason for a failure."""
 
     arm: str
     session: str
@@ -33,18 +33,15 @@ class Sample:
 
     @property
     def tpot_s(self) -> float | None:
-        """Seconds per generated token after the first one; None if the request is not whole."""
+        """Seconds per generated token after the first; None if the request is incomplete."""
         if self.ttft_s is None or self.ended != "whole" or self.tokens_out < 2:
             return None
         return (self.end_s - self.ttft_s) / (self.tokens_out - 1)
 
 
 def summary_of(samples: Sequence[Sample], arm: str) -> dict[str, float]:
-    """Return one arm's figures by name; empty if it produced no token.
-
-    TTFT is in seconds, for all requests that received a token. Tokens per second are those of whole
-    requests, divided by the time from the first user's arrival to the end, over all rounds.
-    """
+    """Return an arm's figures by name; empty if it generated no token. TTFT includes all requests
+    that received a token; tokens per second are whole requests' over all rounds' duration."""
     mine = select(samples, arm=arm)
     firsts = values_of(mine, "ttft_s")
     if not firsts:
@@ -67,7 +64,7 @@ def summary_of(samples: Sequence[Sample], arm: str) -> dict[str, float]:
 
 
 def ratio(samples: Sequence[Sample], name: str, arm: str, other: str) -> list[float]:
-    """Return the ratios of a figure of `summary_of`, `arm` / `other`, paired by round."""
+    """Return the ratios of `arm` to `other` of a figure of `summary_of`, paired by round."""
     found = []
     for number in sorted(set(distinct(samples, "round"))):
         part = select(samples, round=number)
@@ -135,12 +132,12 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
     yield Table(title, columns, arms)
     for arm in arms:
         if failed := select(samples, arm=arm, ended="failed"):
-            yield f"{arm}: {len(failed)} failed, the first with: {failed[0].why}"
+            yield f"{arm}: {len(failed)} requests failed, the first with: {failed[0].why}"
 
 
-#: (ours, beside what): the pool's gain, and vLLM's tiering with as much memory.
+#: Compared arms: with and without pool, and ours and vLLM's tiering with as much memory.
 _PAIRS = (("pool", "third"), ("pool", "peer"))
-#: Title, figure of `summary_of`, whether less is better.
+#: Title, figure of `summary_of`, and whether less is better.
 _COMPARED = (
     ("completed", "completed", False),
     ("TTFT average", "ttft_mean_s", True),

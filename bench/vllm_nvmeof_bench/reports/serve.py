@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench serve ttft`, `hits` and `turns`: ratios and tables.
-
-Ratios compare the same prompt, or the same round. Differences are relative to the first arm.
-"""
+"""The report of `bench serve ttft`, `hits` and `turns`: tables, and ratios that are paired by
+prompt or round."""
 
 from __future__ import annotations
 
@@ -24,8 +22,8 @@ from vllm_nvmeof_bench.report import (
 )
 from vllm_nvmeof_bench.results import distinct, mean, paired, select, spread_of
 
-#: (our arm, its rival: as much CPU memory and the same storage; or ours on faster storage). On a
-#: GPU ours may name a copy backend.
+#: (our arm, its rival): vLLM's with as much CPU memory and the same storage, or ours on faster
+#: storage. On a GPU, ours can name a copy backend.
 _RIVALS = (
     *((ours, "peer_full") for ours in ("full", "full:dma", "full:kernel")),
     *((ours, "peer") for ours in ("pool", "pool:dma")),
@@ -33,7 +31,7 @@ _RIVALS = (
     ("target", "pool"),
     ("pool", "lifeboat"),
 )
-#: (our arm, what its storage needs at least).
+#: (our arm, the arm that measures the least time its storage needs).
 _LIMITS = (("pool", "drive"), ("target", "stand_in"))
 _PLACES = ("gpu", "cpu", "pool", "other")
 Conditions = Mapping[str, Any]
@@ -41,11 +39,8 @@ Conditions = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TtftSample:
-    """One request. gpu to other: the prompt's tokens by where they were found, as in `Hits`.
-
-    same: whether the answer equals the one that the first arm gave when it computed the prompt;
-    None if either failed.
-    """
+    """One request. gpu to other: prompt tokens by where they were found, as in `Hits`. same:
+    whether the answer equals the first arm's to the same prompt; None if the request failed."""
 
     arm: str
     phase: str
@@ -67,12 +62,10 @@ class TtftSample:
 
 @dataclass(frozen=True)
 class HitSample:
-    """One batch. seconds: from the first request to the last token. Token counts are the sums over
-    all prompts, over all answers, and over the prompts by where their tokens were found.
-
-    ttft_s: median. same: answers to returning prompts that equal the first arm's; compared: all
-    that were compared. cpu_s: CPU seconds of the server's processes; None: not started here.
-    """
+    """One batch. seconds: from the first request to the last token. Token counts are sums over the
+    batch; gpu to other: of prompts, by where tokens were found. ttft_s: median. same: number of
+    answers equal to the first arm's, among those compared. cpu_s: CPU seconds of the server; None
+    if it was not started here."""
 
     arm: str
     rate: int
@@ -93,16 +86,15 @@ class HitSample:
 
     @property
     def tokens_per_s(self) -> float:
-        """The tokens of prompts, computed or not, and of answers per second."""
+        """The tokens of prompts, computed or loaded, and of answers per second."""
         return (self.prompt_tokens + self.answer_tokens) / self.seconds
 
 
 @dataclass(frozen=True)
 class TurnSample:
-    """One turn of one conversation. start_s: when it was sent, from the measurement's start.
-    digest: a hash of the answer, to compare arms. gpu to other: hits of the whole measurement, only
-    in the first turn of its first conversation; in all others 0.
-    """
+    """One turn of one conversation. start_s: seconds from the measurement's start to sending.
+    digest: a hash of the answer, to compare arms. gpu to other: hits of the whole measurement in
+    the first turn of its first conversation; 0 in all other turns."""
 
     arm: str
     concurrency: int
@@ -123,13 +115,14 @@ class TurnSample:
 
 
 def rivals(arms: Iterable[str]) -> list[tuple[str, str]]:
-    """Return the (ours, rival) pairs of which both arms were measured."""
+    """Return the (ours, rival) pairs among the measured arms."""
     known = set(arms)
     return [pair for pair in _RIVALS if known.issuperset(pair)]
 
 
 def found_in(samples: Sequence[Any]) -> tuple[float, ...]:
-    """Return the shares of prompt tokens found in GPU, CPU tier, pool and, if any, elsewhere."""
+    """Return the shares of prompt tokens found in GPU memory, CPU tier, pool and, if not 0,
+    elsewhere."""
     prompt = sum(one.prompt_tokens for one in samples)
     shares = [sum(getattr(one, at) for one in samples) / max(1, prompt) for at in _PLACES]
     return tuple(shares) if shares[3] else tuple(shares[:3])
@@ -138,10 +131,8 @@ def found_in(samples: Sequence[Any]) -> tuple[float, ...]:
 def ratio_of_ttft(
     samples: Sequence[Any], arm: str, length: int | None = None, other: str | None = None
 ) -> list[float]:
-    """Return, per prompt, the TTFT when computed / when it returns, both on `arm`.
-
-    length: prompt length; None: all. other: if given, compare returns on `arm` / on `other`.
-    """
+    """Return the ratio of TTFT computed to returning on `arm`, or returning on `arm` to `other`,
+    per prompt. length: prompt length; None: all."""
     below: dict[str, object] = {"arm": other or arm, "phase": "back", "length": length}
     above = {**below, "arm": arm, "phase": "back" if other else "cold"}
     pairs = paired(samples, "ttft_s", above, below, lambda one: (one.length, one.round))
@@ -155,14 +146,14 @@ def ratio_of_hits(samples: Sequence[Any], arm: str, other: str, rate: int) -> li
 
 
 def ratio_of_cpu(samples: Sequence[Any], arm: str, other: str, rate: int) -> list[float]:
-    """Return the ratios of CPU seconds of `arm`'s server to those of `other`'s, paired by round."""
+    """Return the ratios of the CPU seconds of `arm` to those of `other`, paired by round."""
     above, below = ({"arm": name, "rate": rate} for name in (arm, other))
     return [a / b for a, b in paired(samples, "cpu_s", above, below) if b]
 
 
 @dataclass(frozen=True)
 class Turns:
-    """The figures of one arm at one concurrency, over all rounds. found: see `found_in`."""
+    """An arm's figures at one concurrency over all rounds. found: see `found_in`."""
 
     tokens_per_s: float | None
     ttft_mean_s: float | None
@@ -175,7 +166,6 @@ class Turns:
 def turns_of(samples: Sequence[Any], arm: str, concurrency: int) -> Turns:
     mine = select(samples, arm=arm, concurrency=concurrency)
     whole = [one for one in mine if one.failure is None]
-    # The sum of the measurements' durations, each from its start to its last answer.
     seconds = sum(
         max(one.start_s + one.end_s for one in mine if one.round == index)
         for index in distinct(mine, "round")
@@ -195,7 +185,7 @@ def turns_of(samples: Sequence[Any], arm: str, concurrency: int) -> Turns:
 def ratio_of_turns(
     samples: Sequence[Any], arm: str, other: str, concurrency: int, name: str = "tokens_per_s"
 ) -> list[float]:
-    """Return the ratios of a figure of `Turns`, `arm` / `other`, paired by round."""
+    """Return the ratios of `arm` to `other` of a figure of `Turns`, paired by round."""
     found = []
     for index in _levels(samples, "round"):
         part = select(samples, round=index)
@@ -205,12 +195,11 @@ def ratio_of_turns(
     return found
 
 
-#: Figures of `Turns` that are compared.
 _RATIOS = {"tokens/s": "tokens_per_s", "TTFT avg": "ttft_mean_s", "TTFT P95": "ttft_p95_s"}
 
 
 def _same_turns(samples: Sequence[Any]) -> tuple[int, int]:
-    """Return (answers that equal the first arm's for the same turn, answers compared)."""
+    """Return (answers equal to the first arm's in the same turn, answers compared)."""
     first: dict[tuple[int, ...], str] = {}
     same = compared = 0
     for one in samples:
@@ -223,7 +212,7 @@ def _same_turns(samples: Sequence[Any]) -> tuple[int, int]:
 
 
 def _ordered(samples: Iterable[Any], conditions: Conditions) -> list[Any]:
-    """Return the samples in the order of the arms; the first arm is the base of comparisons."""
+    """Return the samples in order of arms; comparisons are relative to the first arm."""
     order = list(conditions.get("arms", {}))
     return sorted(samples, key=lambda one: order.index(one.arm) if order else 0)
 
@@ -246,10 +235,8 @@ def _rivals_table(
     samples: Sequence[Any],
     ratios: Mapping[str, Callable[[str, str], list[float]]],
 ) -> Table:
-    """Return a table with a row per figure and pair of rivals that were both measured.
-
-    Figures whose title begins with TTFT or CPU are better if they are lower.
-    """
+    """Return a table with a row per figure and pair of rivals. Less is better for figures whose
+    title begins with TTFT or CPU."""
     rows = [
         (what, *pair, found, what.startswith(("TTFT", "CPU")))
         for what, of in ratios.items()
@@ -336,7 +323,7 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
 
 
 def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
-    """Yield tables, first one with the columns of the Data24 table, by concurrency and arm."""
+    """Yield tables, the first with the columns of the OpenFlex Data24 table."""
     samples = _ordered(samples, conditions)
     arms, levels = distinct(samples, "arm"), _levels(samples, "concurrency")
     found = {(level, arm): turns_of(samples, arm, level) for level in levels for arm in arms}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench simulate`: tables of hit rates."""
+"""The report of `bench simulate`: hit rates by size and policy."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from vllm_nvmeof_offload.units import GIB
 
 @dataclass(frozen=True)
 class Sample:
-    """One simulated run. sweep: `pool`, `cpu` or `writes`. All numbers count tokens: the sizes; the
-    prompts, and where they were found; what was stored in the CPU tier and written to the pool.
-    stranded: share of the chunks in the tiers at the end that cannot be found because their
-    predecessor is in no tier."""
+    """One simulated run. sweep: `pool`, `cpu` or `writes`. Integers count tokens, except for the
+    threshold. stored, written: in the CPU tier, and to the pool. stranded: share of the chunks left
+    in the tiers that cannot be found because their predecessor is in no tier."""
 
     sweep: str
     policy: str
@@ -35,7 +34,7 @@ class Sample:
 
     @property
     def hit(self) -> float:
-        """The share of the prompts' tokens that were found in GPU memory or in a tier."""
+        """The share of prompt tokens found in GPU memory or in a tier."""
         return (self.hit_gpu + self.hit_cpu + self.hit_pool) / self.prompt_tokens
 
     @property
@@ -57,11 +56,11 @@ def _lines(conditions: Conditions) -> Iterator[str]:
     yield (
         f"{conditions['trace']}: {conditions['sessions']:,} sessions, "
         f"{conditions['requests']:,} requests, {conditions['prompt_tokens'] / 1e6:,.1f} M prompt "
-        f"tokens, of which {100 * conditions['reusable']:.1f} % come again; context up to "
+        f"tokens, of which {100 * conditions['reusable']:.1f} % return; context up to "
         f"{settings['context_tokens_max']:,}; seed {pace['seed']}"
     )
     yield (
-        f"{pace['users']} users (a trace with a clock has its own), think times × "
+        f"{pace['users']} users (unless the trace has timestamps), think times × "
         f"{pace['time_scale']:g}, at most {pace['think_s_max']:g} s; chunks of "
         f"{conditions['chunk_tokens']} tokens"
     )

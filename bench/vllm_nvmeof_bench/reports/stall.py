@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench serve stall`: the longest gaps between tokens, goals, tables.
-
-A gap is the time between two tokens of one request, as seen by its client. A sample's value is the
-longest gap of all its requests; the figures here are medians over rounds.
-"""
+"""The report of `bench serve stall`: a sample's longest gap between two tokens of a request, as the
+client sees it. Figures are medians over rounds."""
 
 from __future__ import annotations
 
@@ -16,16 +13,15 @@ from vllm_nvmeof_bench.report import Column, Report, Table, by, compared, median
 from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select
 
 ALONE, IN_GPU, BACK = "alone", "in_gpu", "back"
-#: Nothing but decoding; the prompt returns and is still in GPU memory; the prompt returns and is
-#: not in GPU memory.
+#: Only decoding; a prompt returns that is still in GPU memory; a prompt returns that is not.
 PHASES = {ALONE: "alone", IN_GPU: "prompt in GPU memory", BACK: "prompt lost there"}
-#: Our arm, and vLLM's tiering with as much CPU memory; both tiers hold the prompt.
+#: Our arm, and vLLM's tiering with as much CPU memory; both CPU tiers hold the prompt.
 _OURS, _THEIRS = "full", "peer_full"
 _CHUNKS_MIN = 3000
-#: Our arms to which `_STEPS_MAX` applies → where each finds the prompt.
+#: Our arms to which `_STEPS_MAX` applies → the source of the prompt's KV.
 _LOADED = {"full": "the CPU tier", "pool": "the pool"}
 _STEPS_MAX = 2
-#: Title, measure, whether less is better.
+#: Title, measure, and whether less is better.
 _COMPARED = (
     ("longest gap during a load", "gap_ms", True),
     ("TTFT of the prompt", "ttft_s", True),
@@ -37,11 +33,10 @@ _COMPARED = (
 class Sample:
     """One phase of one round of one arm.
 
-    gaps_ms: the longest gap of each decoding request. tokens: tokens that all these requests got in
+    gaps_ms: each decoding request's longest gap. tokens: number received by all these requests in
     `seconds`. ttft_s: TTFT of the returning prompt. gpu to other: its tokens by where they were
-    found, as in `Hits`. same: whether its answer equals the first one; None: no prompt returned.
-    restarts: how often a request finished and was sent again; `gpu` includes the tokens of its
-    prompt too.
+    found, as in `Hits`; gpu includes prompts of restarted requests. same: whether its answer equals
+    the first one; None: no prompt returned. restarts: number of finished requests sent again.
     """
 
     arm: str
@@ -60,12 +55,12 @@ class Sample:
 
     @property
     def gap_ms(self) -> float:
-        """The longest gap of any request."""
+        """The longest gap of all requests."""
         return max(self.gaps_ms)
 
     @property
     def step_ms(self) -> float:
-        """The time of one step, in which every decoding request gets one token."""
+        """The time of a step, in which every decoding request receives one token."""
         return 1000 * self.seconds * len(self.gaps_ms) / max(1, self.tokens)
 
     @property
@@ -101,7 +96,7 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
 
 def _added_ms(samples: Samples, arm: str) -> float | None:
-    """Return by how many ms the longest gap is longer than with a prompt that needs no load."""
+    """Return the ms that a load adds to the longest gap with a prompt that needs no load."""
     with_load, without = (
         median_of(samples, "gap_ms", arm=arm, phase=phase) for phase in (BACK, IN_GPU)
     )
@@ -109,7 +104,7 @@ def _added_ms(samples: Samples, arm: str) -> float | None:
 
 
 def _added_steps(samples: Samples, arm: str) -> Figure | None:
-    """Return `_added_ms` as a number of decoding steps without a returning prompt."""
+    """Return `_added_ms` as a number of decoding steps."""
     added_ms = _added_ms(samples, arm)
     step_ms = median_of(samples, "step_ms", arm=arm, phase=ALONE)
     if added_ms is None or not step_ms:
@@ -139,9 +134,8 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     yield Table(title, columns, rows)
     if again := [one for one in samples if one.restarts]:
         yield (
-            f"In {len(again)} of {len(samples)} samples requests finished decoding and were sent "
-            f"again, {sum(one.restarts for one in again)} times in all; the time between is not a "
-            "gap"
+            f"In {len(again)} of {len(samples)} samples, requests finished decoding and were sent "
+            f"again ({sum(one.restarts for one in again)} times in all); this is not a gap"
         )
     yield compared(
         "Paired by round",
@@ -166,7 +160,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
 REPORTS = (
     Report(
         "stall",
-        "What a returning prompt of thousands of chunks costs those that decode",
+        "Gaps in decoding while a prompt of thousands of chunks returns",
         Sample,
         _tables,
         about=(

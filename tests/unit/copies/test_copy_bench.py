@@ -280,5 +280,5 @@ def test_wrong_bytes_from_disk_stop_it(
     working: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GpuRig, "fill", lambda self: None)  # GPU memory holds something else
-    with pytest.raises(BenchError, match="do not hold what was written"):
+    with pytest.raises(BenchError, match="differ from the written bytes"):
         Bench(SimpleNamespace(cuda=working), replace(SETTINGS, directory=tmp_path)).disk()
