@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench serve …`: benchmarks of whole servers, ours or any given by its URL."""
+"""`bench serve …`: benchmarks of whole servers, started here or given by URL."""

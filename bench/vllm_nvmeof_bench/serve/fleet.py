@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The servers that a benchmark compares, and its run on them.
 
-Servers are arms to start, by name, or any server by its URL. `ARMS` lists the names. `target` and
-`peer_target` use a stand-in for an NVMe-oF target: a throttled directory on the local disk. The
-arms of each pair (`full` and `peer_full`, `pool` and `peer`, `target` and `peer_target`) get the
-same CPU memory and chunks and store the same tokens. Our arms may name a copy backend, as in
-full:dma or full:kernel. NAME=URL is a server already running.
+A server is an arm of `ARMS` to start, or is already running and given by URL. `target` and
+`peer_target` use a stand-in for an NVMe-oF target: a throttled directory on the local disk. Both
+arms of a pair (`full` and `peer_full`, `pool` and `peer`, `target` and `peer_target`) have as much
+CPU memory and equal chunks, and store the same tokens. Our arms can name a copy backend, as in
+full:dma or full:kernel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _SMALL = ModelShape(layers=4, hidden=256, intermediate=1024, heads=2, kv_heads=2
 _LARGE = ModelShape(
     layers=8, hidden=2048, intermediate=7168, heads=16, kv_heads=4, positions_max=131_072
 )
-#: So much to compute per token that two cores do about 3,000 a second.
+#: A model of which two cores compute about 3,000 tokens/s.
 _MEDIUM = ModelShape(layers=4, hidden=512, intermediate=2048, heads=4, kv_heads=2)
 _BYTES = {"float32": 4, "bfloat16": 2}
 _RANDOM, _REAL = "random", "smollm2"
@@ -90,7 +90,7 @@ class Arm:
 
     @property
     def directory(self) -> str:
-        """Name of the arm's pool or file directory."""
+        """The name of the arm's pool or file directory."""
         return self.place or self.name
 
 
@@ -121,22 +121,22 @@ def arms_option(*default: str) -> Any:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """The servers to measure: options that all benchmarks of whole servers share."""
+    """Settings of the servers, which all benchmarks of whole servers share."""
 
     arms: tuple[str, ...] = arms_option("none", "full", "pool", "peer_full", "peer")
     base_urls: tuple[str, ...] = option(
         (),
-        "Measure this server instead: NAME=http://HOST:PORT. Repeatable. Start the server with "
-        "VLLM_SERVER_DEV_MODE=1, or its figures include hits in GPU memory.",
+        "Server to measure instead, as NAME=http://HOST:PORT. Repeatable. Without "
+        "VLLM_SERVER_DEV_MODE=1 on the server, figures include hits in GPU memory.",
         recorded=False,
         flag="--base-url",
         repeated=True,
     )
     token_ids: str = option(
-        "", "Range LOW:HIGH of the prompts' token IDs. Default with --base-url: 1000:30000."
+        "", "Range LOW:HIGH of prompts' token IDs. Default with --base-url: 1000:30000."
     )
     target_mb_per_s: int = option(
-        200, "Read and write limit of the throttled stand-in for a target in MB/s.", min=1
+        200, "Read and write limit of the stand-in for a target in MB/s.", min=1
     )
     model: str = option(
         _RANDOM,
@@ -144,17 +144,13 @@ class ServerSettings:
         f"or {_REAL} (45 KiB of KV per token).",
     )
     server_args: str = option(
-        "", "More arguments for `vllm serve`, in one quoted text, for the servers started here."
+        "", "More arguments of `vllm serve` for the servers to start, in one quoted text."
     )
     third_tokens: int = option(
-        0,
-        "Tokens in a CPU tier that holds a third; 0: a third of what is stored in all.",
-        min=0,
+        0, "Tokens in a CPU tier that holds a third; 0: a third of all stored tokens.", min=0
     )
     directory: Path = option(
-        Path("build/bench/disk"),
-        "Directory for the pools of the servers to start.",
-        flag="--dir",
+        Path("build/bench/disk"), "Directory for the pools of the servers to start.", flag="--dir"
     )
 
     def servers(self) -> list[Arm]:
@@ -162,7 +158,7 @@ class ServerSettings:
         return arms_of(self.arms, self.base_urls)
 
     def sizes_of(self, working: int, request_max: int, gpu: int, **more: Any) -> Sizes:
-        """Return sizes, in tokens, of the servers to start. more: fields of `Sizes`."""
+        """Return the sizes of the servers to start, in tokens. more: fields of `Sizes`."""
         if self.model in _SHAPES:
             more |= {"shape": _SHAPES[self.model], "dtype": "float32"}
         elif self.model != _RANDOM:
@@ -174,11 +170,8 @@ class ServerSettings:
 
 
 def arms_of(names: Sequence[str], base_urls: Sequence[str]) -> list[Arm]:
-    """Return the arms to compare: the servers at `base_urls` (NAME=URL or URL), else `names`.
-
-    Raises:
-        BenchError: a name is unknown or used twice, or a URL is malformed.
-    """
+    """Return the arms to compare: the servers at `base_urls` (NAME=URL or URL), else `names`. Raise
+    BenchError if a name is unknown or used twice, or a URL is malformed."""
     found = [_remote(text, number) for number, text in enumerate(base_urls)]
     found = found or [_named(name) for name in names]
     if not found:
@@ -214,11 +207,10 @@ def _remote(text: str, number: int) -> Arm:
 class Sizes:
     """The sizes of the servers that a benchmark starts.
 
-    working_tokens: number of tokens whose KV fits in the CPU tier of an arm that holds all.
-    third_tokens: the same for an arm that holds a third; None: a third of working_tokens.
-    request_tokens_max: longest prompt with its answer. gpu_tokens: tokens in the GPU cache
-    (ordinary memory on a CPU engine). target_mb_per_s: rate of the throttled stand-in. models:
-    directory for random models, larger ones for a GPU. server_args: quoted as for a shell.
+    working_tokens, third_tokens: tokens in a CPU tier that holds all, and in one that holds a third
+    (None: a third of working_tokens). request_tokens_max: longest prompt with its answer.
+    gpu_tokens: tokens in the GPU cache (ordinary memory on a CPU engine). target_mb_per_s: rate of
+    the throttled stand-in. models: directory for random models. server_args: quoted for a shell.
     """
 
     working_tokens: int
@@ -259,13 +251,13 @@ class Sizes:
         return 2 * self.slots(self.working_tokens) * slot_stride_bytes(self.chunk_bytes) + 64 * MIB
 
     def tokens_of(self, tier: str) -> int:
-        """Return how many tokens' KV fits in a CPU tier of the kind `tier`: "all" or "third"."""
+        """Return the tokens in a CPU tier that holds `tier`: "all" or "third"."""
         if tier == "all":
             return self.working_tokens
         return self.working_tokens // 3 if self.third_tokens is None else self.third_tokens
 
     def staging_bytes(self, tier: str) -> int:
-        """Return the bytes of an arm's pinned memory with stream slots; a peer gets the same."""
+        """Return the bytes of pinned memory with stream slots; a peer gets as many."""
         slots = self.slots(self.tokens_of(tier)) + STREAM_SLOTS
         return slots * slot_stride_bytes(self.chunk_bytes)
 
@@ -280,7 +272,7 @@ def engine_id(name: str) -> str:
 
 
 def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
-    """Return the offloading of a server to start, if any. place: directory of its pool or files."""
+    """Return an arm's offloading, if any. place: directory of its pool or files."""
     if arm.tier == "none":
         return None
     if arm.peer:
@@ -315,7 +307,7 @@ def _fs(place: Path) -> dict[str, object]:
 
 
 def _lifeboat(place: Path, sizes: Sizes) -> dict[str, object]:
-    """Return Lifeboat's tier with its settings for one GPU node, but no dashboard or exporter."""
+    """Return Lifeboat's tier with its settings for one GPU node, without dashboard or exporter."""
     place.mkdir(parents=True, exist_ok=True)
     settings = {
         "extends": "single_node_gpu",
@@ -341,7 +333,6 @@ def _lifeboat(place: Path, sizes: Sizes) -> dict[str, object]:
 
 
 def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
-    """Return the server to start for an arm."""
     package = Path(vllm_nvmeof_bench.__file__).parents[1]
     path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH", ""))))
     return ServerSpec(
@@ -358,19 +349,17 @@ def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
     )
 
 
-#: Servers to start at once: one per four cores, but at least two.
+#: Servers to start concurrently: one per four cores, but at least two.
 _AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
 _MB = 1_000_000
-#: Ordinary token IDs in nearly every model's vocabulary.
+#: Ordinary token IDs in nearly all models' vocabularies.
 _REMOTE_TOKENS = Tokens(1000, 30000)
 
 
 @dataclass
 class Fleet:
-    """The clients of all servers, and the servers that were started here, by name.
-
-    restart: stops the servers that were started here and starts them again; their directories stay.
-    """
+    """The clients of all servers, and the servers started here, by name. restart: restarts the
+    latter, without deleting their directories."""
 
     runner: asyncio.Runner
     clients: dict[str, Client] = field(default_factory=dict)
@@ -382,12 +371,12 @@ class Fleet:
         return self.runner.run(coroutine)
 
     def cpu_s(self, name: str) -> float | None:
-        """Return a server's CPU seconds so far; None if it was not started here."""
+        """Return the CPU seconds of a server so far; None if it was not started here."""
         server = self.servers.get(name)
         return None if server is None else group_cpu_s(server.pid)
 
     def shuffled(self, words: str) -> list[str]:
-        """Return the servers' names, in an order determined by `words`."""
+        """Return the servers' names in a random order that depends on `words`."""
         return random.Random(words).sample(list(self.clients), len(self.clients))
 
 
@@ -398,15 +387,14 @@ def serving(
     on_step: Callable[[str], None],
     throttles: Mapping[str, Throttle],
 ) -> Iterator[Fleet]:
-    """Start the wanted servers, a few at a time; stop them at the end. A URL is a running server.
+    """Start the wanted servers, a few at a time, or connect to their URLs; stop them at the end.
 
-    throttles: disk throttles by server name; they limit all processes that the server starts.
+    throttles: server name → disk throttle of all processes that the server starts.
 
-    Raises:
-        BenchError: a server did not start (its log is in `logs`), or does not answer.
+    Raises: BenchError: a server did not start (its log is in `logs`), or does not answer.
     """
     ours = {name: spec for name, spec in wanted.items() if not isinstance(spec, str)}
-    # The key for servers given by URL, from the variable that other OpenAI clients use.
+    # The key of servers given by URL, as for other OpenAI clients.
     key = os.environ.get("OPENAI_API_KEY")
     with ExitStack() as stack:
         fleet = Fleet(stack.enter_context(asyncio.Runner()))
@@ -445,7 +433,7 @@ def serving(
 
 
 def _wait_ready(name: str, server: Server) -> None:
-    """Wait until a server is ready; raise BenchError with the cause and the log's last error."""
+    """Wait until a server is ready; raise BenchError with the log's last error."""
     try:
         server.wait_ready()
     except ServerError as error:
@@ -456,7 +444,7 @@ def _wait_ready(name: str, server: Server) -> None:
 
 @dataclass(frozen=True)
 class Run:
-    """A running measurement; it appends `samples` one by one, and adds to `conditions`."""
+    """A running measurement, which appends to `samples` and adds to `conditions`."""
 
     fleet: Fleet
     tokens: Tokens
@@ -476,13 +464,11 @@ def run(
 ) -> None:
     """Start the servers, or connect to them, measure, and write the JSON file of benchmark `name`.
 
-    If the measurement is interrupted, the file contains the samples so far, and `cut_off` in the
-    conditions. If the run fails, the logs of the servers that it started are kept next to the file.
-    sizes: those of the servers to start. quiet: disable garbage collection, which a long
-    measurement needs. logged: the parameter of `progress`.
+    The file of an interrupted measurement contains the samples so far, and `cut_off` in its
+    conditions. If the run fails, the logs of the started servers are kept next to the file. quiet:
+    disable garbage collection, which long measurements need. logged: see `progress`.
 
-    Raises:
-        BenchError: the benchmark cannot run here, or a server does not start or answer.
+    Raises: BenchError: the benchmark cannot run here, or a server does not start or answer.
     """
     arms = settings.servers()
     ours = [arm for arm in arms if arm.url is None]
@@ -522,8 +508,8 @@ def run(
 
 
 def command(name: str, text: str, kind: type[Any]) -> Command:
-    """Return the command of a benchmark on servers. text: its help. kind: its settings, which
-    contain the methods `sizes` and `measure`, the parameters of `run`."""
+    """Return a command that measures servers. text: the help text. kind: the class of settings,
+    with the methods `sizes` and `measure`."""
 
     def start(settings: Any, json_path: Path) -> None:
         run(name, settings, settings.sizes(), settings.measure, json_path)
@@ -532,27 +518,24 @@ def command(name: str, text: str, kind: type[Any]) -> Command:
 
 
 def _tokens(settings: ServerSettings, sizes: Sizes, ours: bool) -> Tokens:
-    """Return the token IDs for prompts. ours: whether servers with a small model are started."""
+    """Return the token IDs for prompts. ours: whether servers are started here."""
     default = Tokens(high=sizes.shape.vocab) if ours else _REMOTE_TOKENS
     tokens = Tokens.parse(settings.token_ids) if settings.token_ids else default
     if ours and tokens.high > sizes.shape.vocab:
         raise BenchError(
-            f"token ids up to {tokens.high}: the small model here has only {sizes.shape.vocab}"
+            f"token ids up to {tokens.high}: the model started here has only {sizes.shape.vocab}"
         )
     return tokens
 
 
 def _places(stack: ExitStack, arms: Sequence[Arm], sizes: Sizes, home: Path) -> dict[str, Throttle]:
-    """Create a directory per arm; return the throttles of arms that need one.
-
-    Raises:
-        ThrottleError: this machine does not allow throttling.
-    """
+    """Create a directory per arm; return arm → throttle. Raise ThrottleError if this machine does
+    not support throttles."""
     throttles = {}
     for arm in arms:
         place = home / arm.directory
         place.mkdir(exist_ok=True)
-        if arm.peer:  # a killed peer does not remove its CPU tier's file
+        if arm.peer:  # a killed peer leaves its CPU tier's file behind
             left = Path("/dev/shm") / f"vllm_offload_{engine_id(arm.name)}.mmap"
             stack.callback(left.unlink, missing_ok=True)
         if arm.throttled:
@@ -562,7 +545,7 @@ def _places(stack: ExitStack, arms: Sequence[Arm], sizes: Sizes, home: Path) -> 
 
 
 def _conditions(arms: Sequence[Arm], sizes: Sizes, directory: Path) -> dict[str, Any]:
-    """Return the conditions before the servers start, with a description of each arm."""
+    """Return the conditions before the servers start."""
     found = at_start(directory)
     found["arms"] = {arm.name: _described(arm, sizes) for arm in arms}
     if any(arm.peer for arm in arms) and has_cpu_engine():

@@ -1,26 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench serve ttft`, `hits` and `turns`: the measurements on the servers of a `Fleet`.
 
-ttft: every arm first receives every prompt once (phase "cold") and completes its writes. In each
-round each prompt of that round is sent again to each arm (phase "back"), one request at a time,
-after the GPU's prefix cache was emptied. Each round has its own prompt of each length, so a
-returning prompt has already been evicted from a CPU tier that holds a third of all prompts. With
-`restart`, the servers are stopped and started again between both phases.
+ttft: every arm first receives every prompt once (phase "cold") and completes its writes. Then each
+round sends its prompts again to each arm (phase "back"), one request at a time, with an empty GPU
+prefix cache. Each round has separate prompts, one per length, so that a CPU tier that holds a third
+of all prompts has evicted those that return. With `restart`, the servers restart between phases.
 
-hits: every arm first receives the prompts that return later and completes its writes. While a CPU
-tier finds no room for some of their chunks, every arm receives them again. A measurement
-empties the GPU's prefix cache and sends `count` prompts at once. At a hit rate of 50 %, half of the
-prompts were sent before; the others are new to every server. With `drive`, two more arms show how
-long the bytes of the returning prompts take at least. At the beginning of each round, `drive` reads
-as many from the disk, past the page cache, and `stand_in` does so under the limit of the throttled
-stand-in, if a server has one.
+hits: every arm first receives the prompts that return later and completes its writes. This is
+repeated on all arms while a CPU tier has no room for some chunks. A measurement empties the GPU's
+prefix cache and sends `count` prompts at once. At a hit rate of 50 %, half of the prompts were sent
+before; the others are new to every server. With `drive`, two more arms measure the least time for
+the returning bytes at the start of each round: `drive` reads as many from the disk past the page
+cache, and `stand_in` does so under the throttle of a stand-in, if any.
 
 turns: at concurrency C there are C conversations. A turn is sent with the whole conversation so far
 as soon as the previous answer is complete, as in the OpenFlex Data24 table. All arms receive the
-same first prompts and the same new tokens, and continue with their own answers. Every measurement
-uses new conversations.
+same first prompts and new tokens, and continue with their own answers. Every measurement uses new
+conversations.
 
-In every round the arms run in random order; the order depends on the seed.
+The arms run in a random order, which depends on the seed, in every round.
 """
 
 from __future__ import annotations
@@ -54,10 +52,10 @@ from vllm_nvmeof_offload.units import MIB
 
 _SEQUENCES = 16
 _TTFT_ANSWER_TOKENS = 4
-#: Conversations that fit into the GPU cache of a server started here.
+#: Conversations that fit into the GPU cache.
 _GPU_CONVERSATIONS = 4
-#: Seconds to pause before each measurement: vLLM's worker polls for a second after each step, on a
-#: core that the next arm needs.
+#: The pause before each measurement. After a step, vLLM's worker polls for a second, on a core that
+#: the next arm needs.
 _PAUSE_S = 1.2
 
 
@@ -66,8 +64,7 @@ def _interleaved(
 ) -> Iterator[tuple[int, int, str, Client]]:
     """Yield each measurement's round, level, arm and client; wait for its writes afterwards.
 
-    Before a measurement, what earlier ones left in the page cache is written, because writing it
-    later would delay this arm's reads.
+    Dirty pages of earlier measurements are written out first, because they would delay reads.
     """
     total = settings.rounds * len(levels) * len(run.fleet.clients)
     done = itertools.count()
@@ -80,12 +77,9 @@ def _interleaved(
             run.fleet.run(run.fleet.clients[arm].settle())
 
 
-# -- time to first token ------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TtftSettings(ServerSettings):
-    """Settings of time to first token of single requests."""
+    """Settings of `bench serve ttft`."""
 
     lengths: tuple[int, ...] = option((256, 1024, 4096), "Prompt lengths in tokens.")
     rounds: int = option(3, "Rounds, with the arms interleaved.", min=1)
@@ -149,34 +143,31 @@ async def _ask(client: Client, prompt: list[int]) -> tuple[Answer, Hits]:
     return reply, await client.hits() - before
 
 
-# -- throughput against hit rate ----------------------------------------------------------
-
-
 _Batch = list[tuple[str, list[int]]]  # (name, prompt)
-#: The most times that each server receives the prompts that return later.
+#: The limit of how often each server receives the prompts that return later.
 _STORES_MAX = 16
 
 
 @dataclass(frozen=True)
 class HitSettings(ServerSettings):
-    """Settings of throughput with many concurrent prompts."""
+    """Settings of `bench serve hits`."""
 
     rates: tuple[int, ...] = option((0, 25, 50, 75, 100), "Shares of returning prompts in %.")
     count: int = option(32, "Concurrent prompts.", min=1)
     prompt_tokens: int = option(512, "Tokens per prompt.", min=1)
     answer_tokens: int = 4
     rounds: int = option(2, "Rounds, with the arms interleaved.", min=1)
-    drive: bool = option(False, "Also measure how long the returning bytes take at least.")
+    drive: bool = option(False, "Also measure the least time in which the disk can read them.")
     seed: int = option(1, "Seed for prompts and the order of arms.")
 
     def __post_init__(self) -> None:
         if not self.rates or not all(0 <= rate <= 100 for rate in self.rates):
-            raise BenchError("hit rates must be per cent, from 0 to 100")
+            raise BenchError("hit rates must be percentages from 0 to 100")
         check_positive(self, "count", "prompt_tokens", "answer_tokens", "rounds")
 
     def sizes(self) -> Sizes:
-        """Return the sizes of servers to start. The GPU cache holds all concurrent requests; a CPU
-        tier of kind "third" holds a third of the returning prompts."""
+        """Return the sizes of servers to start. The GPU cache holds all concurrent requests; a
+        third CPU tier holds a third of the returning prompts."""
         one = self.prompt_tokens + self.answer_tokens
         fresh = sum(self.count - round(self.count * rate / 100) for rate in self.rates)
         return self.sizes_of(
@@ -188,8 +179,8 @@ class HitSettings(ServerSettings):
         )
 
     def measure(self, run: Run) -> None:
-        """Run; raise BenchError or ClientError if a server does not answer, complete its writes,
-        or empty its prefix cache."""
+        """Run; raise BenchError or ClientError if a server does not answer, complete its writes or
+        empty its prefix cache."""
         fleet = run.fleet
         first = self._store(run)
         emptied = run.conditions["gpu_cache_emptied"] = {}
@@ -211,11 +202,11 @@ class HitSettings(ServerSettings):
                 run.samples.append(HitSample(**how, **one))
 
     def _store(self, run: Run) -> dict[str, Answer]:
-        """Send every server the prompts that return later, and return the first answers, by name.
+        """Send every server the prompts that return later; return name → first answer.
 
-        A step may compute more KV than a CPU tier holds, which then refuses the rest. A returning
-        prompt is found in GPU memory, and its refused chunks are stored. All servers receive the
-        prompts equally often.
+        A CPU tier refuses chunks if a step computes more KV than it holds. When such a prompt
+        returns, it is found in GPU memory, and the refused chunks are stored. All servers receive
+        the prompts equally often.
         """
         fleet, stored = run.fleet, prompts_of(self, run.tokens, 100, 0)
         first: dict[str, Answer] = {}
@@ -233,7 +224,7 @@ class HitSettings(ServerSettings):
         return first
 
     def _least(self) -> Generator[list[HitSample]]:
-        """Measure how long the bytes of all returning prompts take at least, again and again."""
+        """Measure the least time for the bytes of all returning prompts, repeatedly."""
         tokens = self.count * self.prompt_tokens
         count = tokens * self.sizes().kv_bytes_per_token
         is_throttled = any(arm.throttled for arm in self.servers())
@@ -299,11 +290,8 @@ _PIECE_BYTES, _READERS = 2 * MIB, 8
 def read_times(
     directory: Path, count: int, rates: Sequence[int | None] = (None,)
 ) -> Generator[list[float]]:
-    """Read about `count` bytes of a new file once for each of `rates`, and yield the seconds of
-    each. A rate limits this process, in bytes per second; None for no limit. Close this at the end.
-
-    Eight threads read pieces of 2 MiB past the page cache.
-    """
+    """Repeatedly read about `count` bytes past the page cache once per rate, and yield the seconds.
+    rates: limits of this process in bytes/s; None: no limit. Close the generator at the end."""
     pieces = max(1, count // _PIECE_BYTES)
     with tempfile.NamedTemporaryFile(dir=directory) as file:
         for _ in range(pieces):
@@ -356,12 +344,9 @@ def prompts_of(settings: HitSettings, tokens: Tokens, rate: int, number: int) ->
     return batch
 
 
-# -- conversations ------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class TurnSettings(ServerSettings):
-    """Settings of conversations of several turns."""
+    """Settings of `bench serve turns`."""
 
     arms: tuple[str, ...] = arms_option("none", "pool", "target", "peer", "peer_target")
     concurrency: tuple[int, ...] = option((4, 8, 16), "Concurrent conversations.")
@@ -424,7 +409,7 @@ class TurnSettings(ServerSettings):
         ]
 
     async def _converse(self, client: Client, tokens: Tokens, words: list[int]) -> list[Answer]:
-        """Run a conversation seeded with `words`; stop at the first failure."""
+        """Run a conversation; stop at the first failure. words: its seed."""
         rng = np.random.default_rng(words)
         context: list[int] = []
         replies: list[Answer] = []
@@ -447,14 +432,13 @@ COMMANDS = (
     command(
         "ttft",
         "Measure time to first token by prompt length, computed and loaded.\n\n"
-        "With --base-url, any servers with an OpenAI API are measured and compared. Without it, "
-        "small servers are started with the installed vLLM's engine, in about half a minute "
-        "each.",
+        "With --base-url, any servers with an OpenAI API are compared. Without it, small servers "
+        "are started with the installed vLLM, in about half a minute each.",
         TtftSettings,
     ),
     command(
         "hits",
-        "Measure throughput of many concurrent prompts by the share of returning ones.\n\n"
+        "Measure the throughput of many concurrent prompts by the share of returning ones.\n\n"
         "Servers are chosen as in `bench serve ttft`.",
         HitSettings,
     ),

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench serve moving`: conversations whose turns alternate between two servers, as with a
-stateless router.
+"""`bench serve moving`: conversations whose turns alternate between servers, as with a stateless
+router.
 
-    ours    two of our servers on one directory; each turn goes to the other server
+    ours    two of our servers on one directory; each turn is sent to the other server
     sticky  the same servers; each conversation stays on one
-    peer    two servers with vLLM's tiering on one directory; each turn goes to the other server
+    peer    two servers with vLLM's tiering on one directory; each turn is sent to the other server
 
 Each server's CPU tier holds a quarter of all conversations at their final length. GPU memory holds
-one request and is emptied before each, so returning tokens must be loaded or computed. All arms use
-the same prompts; a salt per arm and round keeps their chunks separate.
+one request and is emptied before each, so that returning tokens must be loaded or computed. All
+arms use the same prompts; a salt per arm and round keeps their chunks separate.
 
-All conversations run their first turn, one after another in random order, then all run their second
-turn, and so on. The servers share this machine, so requests run one at a time, with pauses: vLLM's
-worker polls for a second after each step, on a core that another server needs.
+All conversations run their first turn in random order, then their second, and so on. The servers
+share this machine, so requests run one at a time, with pauses: after a step, vLLM's worker polls
+for a second, on a core that another server needs.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from vllm_nvmeof_bench.settings import check_names, check_positive, option
 
 _SERVERS = 2
 _TIER_SHARE = 4
-#: The number of measurements whose chunks fit into a pool.
+#: The measurements whose chunks fit into a pool.
 _MEASUREMENTS = 2
 
 
 class _Routing(NamedTuple):
-    """The routing of turns. servers: their kind. moves: whether each turn changes servers."""
+    """The routing of turns. servers: their kind. moves: whether conversations change servers."""
 
     servers: str
     moves: bool
@@ -59,7 +59,7 @@ _ABOUT = {
 
 
 def servers_of(kind: str) -> list[str]:
-    """Return the names of the servers of a kind."""
+    """Return the names of a kind's servers."""
     return [f"{kind}-{number}" for number in range(_SERVERS)]
 
 
@@ -78,7 +78,7 @@ class _Conversation:
 
 @dataclass(frozen=True)
 class Settings(ServerSettings):
-    """The settings of conversations that change servers."""
+    """Settings of the run."""
 
     arms: tuple[str, ...] = option((OURS, STICKY, PEER), f"Arms: {','.join(_ROUTINGS)}.")
     conversations: int = option(4, "Number of conversations.", min=1)
@@ -86,10 +86,10 @@ class Settings(ServerSettings):
     first_tokens: int = option(1024, "Tokens in the first turn's prompt.", min=1)
     grow_tokens: int = option(256, "Tokens added by each later turn.", min=1)
     answer_tokens: int = option(8, "Tokens per answer.", min=1)
-    think_s: float = option(1.2, "Seconds before each request. Below 1, servers that still spin "
-                            "slow the request.")  # fmt: skip
-    rounds: int = option(6, "Rounds after a warm-up round, with the arms interleaved.",
-                         min=1)  # fmt: skip
+    think_s: float = option(
+        1.2, "Seconds before each request. Below 1, the other server still polls."
+    )
+    rounds: int = option(6, "Rounds after a warm-up round, with the arms interleaved.", min=1)
     seed: int = option(1, "Seed for prompts and order.")
 
     def __post_init__(self) -> None:
@@ -122,8 +122,8 @@ class Settings(ServerSettings):
         return self.sizes_of(measured, one, gpu, third_tokens=every // _TIER_SHARE)
 
     def measure(self, run: Run) -> None:
-        """Run; raise BenchError or ClientError if a server is missing, keeps its GPU memory, or
-        does not complete its writes."""
+        """Run; raise BenchError or ClientError if a server is missing, cannot empty its GPU memory
+        or does not complete its writes."""
         needed = [name for kind in self.kinds for name in servers_of(kind)]
         if missing := sorted(set(needed) - run.fleet.clients.keys()):
             raise BenchError(f"no server {', '.join(missing)}: give --base-url NAME=URL for each")
@@ -137,7 +137,7 @@ class Settings(ServerSettings):
                 run.samples.extend(measured if number else [])
 
     def _converse(self, run: Run, arm: str, number: int) -> list[Sample]:
-        """Run all turns of all conversations. number: the round's; round 0 is the warm-up."""
+        """Run all turns of all conversations in round `number`; 0 is the warm-up."""
         fleet = run.fleet
         names = servers_of(_ROUTINGS[arm].servers)
         seen = {name: fleet.run(fleet.clients[name].hits()) for name in names}
@@ -152,7 +152,7 @@ class Settings(ServerSettings):
             for which in dice.sample(range(len(conversations)), len(conversations)):
                 one = conversations[which]
                 if one.failed:
-                    continue  # its user would give up
+                    continue
                 time.sleep(self.think_s)
                 one.context += run.tokens.draw(one.rng, length)
                 name = server_of(arm, which, turn)
@@ -170,10 +170,8 @@ class Settings(ServerSettings):
 async def _ask(
     client: Client, prompt: Sequence[int], settings: Settings, salt: str
 ) -> tuple[Answer, Hits]:
-    """Return the answer, and the server's hits so far.
-
-    Raises: BenchError: the server cannot empty its GPU memory.
-    """
+    """Return the answer and the server's hits so far; raise BenchError if it cannot empty its GPU
+    memory."""
     if not await client.forget_gpu():
         raise BenchError("a server has no /reset_prefix_cache: set VLLM_SERVER_DEV_MODE=1 there")
     reply = await client.attempt(prompt, settings.answer_tokens, cache_salt=salt)
@@ -181,7 +179,7 @@ async def _ask(
 
 
 def _sample(where: Iterable[Any], reply: Answer, hits: Hits) -> Sample:
-    """Return a sample. where: the values of its first fields, up to `server`."""
+    """Return a sample. where: the values of its fields up to `server`."""
     text = " ".join(map(str, reply.tokens)) or reply.text
     return Sample(
         *where,
@@ -204,9 +202,8 @@ COMMANDS = (
         "moving",
         """Compare conversations that change servers at each turn with sticky routing.
 
-        Starts two of our servers on one directory and two with vLLM's tiering on another, in about
-        a minute, and measures for twelve minutes. With --base-url, name the servers ours-0, ours-1,
-        peer-0, peer-1.
+        Starts two of our servers on one directory and two with vLLM's tiering on another. Takes 13
+        minutes. With --base-url, name the servers ours-0, ours-1, peer-0, peer-1.
         """,
         Settings,
     ),

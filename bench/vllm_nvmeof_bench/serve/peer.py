@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own tiering on vLLM's CPU engine, which it refuses; for the benchmarks only.
+"""vLLM's own tiering on vLLM's CPU engine, which it refuses, for benchmarks.
 
-Its spec requires a GPU only because its worker copies with CUDA streams. The subclass here has a
-worker that copies between host buffers, with the thread and the memmove that our arms use.
-The manager, the CPU tier's shared memory, eviction, promotion and the fs tier are vLLM's own.
+vLLM's spec requires a GPU only because its worker copies with CUDA streams. The subclass here has a
+worker that copies between host buffers, with the same thread and memmove as our arms. The manager,
+the CPU tier's shared memory, eviction, promotion and the fs tier are vLLM's own.
 """
 
 from __future__ import annotations

@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench serve stall`: requests decode while a prompt of thousands of chunks returns.
 
-The model is as small as possible, and so is a chunk: one block of 32 tokens, 8 KiB. Copies and I/O
-thus take almost no time. What remains is the cost per chunk on the threads that decoding waits for.
+The model is as small as possible, and a chunk is one block of 32 tokens, 8 KiB. Copies and I/O thus
+take almost no time, which leaves the cost per chunk on the threads that decoding waits for.
 
-Every server first receives the prompt once and completes its writes. In each round the servers are
-measured in random order. On each, requests start to decode; after `alone_s` seconds (phase "alone")
-the prompt is sent again, and gaps between tokens count until the prompt's first token:
+Every server first receives the prompt once and completes its writes. Each round measures the
+servers in random order: requests start to decode; after `alone_s` seconds (phase "alone") the
+prompt is sent again, and gaps between tokens count until the prompt's first token:
 
-    back    the prompt is no longer in GPU memory: it is loaded, or computed if it cannot be loaded
-    in_gpu  the prompt is in GPU memory: the cost of such a prompt except its load, including the
-            HTTP server and this client
+    back    the prompt is not in GPU memory, and is loaded or else computed
+    in_gpu  the prompt is in GPU memory, which measures its cost without a load, including that of
+            the HTTP server and this client
 
-A request may finish before the prompt's first token if the server computes the prompt instead of
-loading it. It is then sent again, and generates the same chunks. The time in between is not a gap,
-but the sample counts a restart. The requests decode different numbers of tokens, so that they do
-not all restart at once.
-
-The client shares the server's cores, which affects all arms alike.
+If the server computes the prompt instead of loading it, a request can finish before the prompt's
+first token. It is then sent again, and generates the same chunks. The sample counts the restart,
+but the time in between is not a gap. Requests decode different numbers of tokens, so that they do
+not restart together.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option
 
 _ANSWER_TOKENS = 4
-#: The most tokens that a decoding request generates before it is sent again.
+#: The most tokens of a decoding request, which is then sent again.
 _DECODED_MAX = 4096
 _STARTED_TOKENS = 8
 _START_S_MAX = 120.0
@@ -55,7 +53,7 @@ _SHAPE = ModelShape(
 
 @dataclass(frozen=True)
 class Settings(ServerSettings):
-    """decode_prompt_tokens: prompt length of each decoding request."""
+    """Settings of the run. decode_prompt_tokens: prompt length of decoding requests."""
 
     arms: tuple[str, ...] = arms_option("none", "full", "pool", "peer_full")
     chunks: int = option(3072, "Chunks of 32 tokens in the returning prompt.", min=1)
@@ -71,12 +69,12 @@ class Settings(ServerSettings):
 
     @property
     def prompt_tokens(self) -> int:
-        """The number of the chunks' tokens plus one, because vLLM always computes at least one."""
+        """The number of the chunks' tokens plus one, because vLLM computes at least one."""
         return self.chunks * BLOCK_TOKENS + 1
 
     def sizes(self) -> Sizes:
-        """Return the sizes of servers to start. The GPU cache holds all concurrent requests; the
-        CPU tier of an arm that holds all has room for generated tokens too."""
+        """Return the sizes of servers to start. The GPU cache holds all concurrent requests; a CPU
+        tier that holds all also has room for generated tokens."""
         decoded = self.decoding * on_blocks(self.decode_prompt_tokens + _DECODED_MAX + 1)
         prompt = on_blocks(self.prompt_tokens + _ANSWER_TOKENS + 1)
         shape = {"shape": self.shape} if has_cpu_engine() else {}
@@ -89,7 +87,7 @@ class Settings(ServerSettings):
         )
 
     def measure(self, run: Run) -> None:
-        """Run; raise BenchError or ClientError if a request failed or writes do not complete."""
+        """Run; raise BenchError or ClientError if a request fails or writes do not complete."""
         fleet = run.fleet
         rng = np.random.default_rng([self.seed, 21])
         prompt = run.tokens.draw(rng, self.prompt_tokens)
@@ -120,9 +118,8 @@ class Settings(ServerSettings):
 
 @dataclass(frozen=True)
 class Window:
-    """The decoding requests' answers in a period. asked: for each request, its answers in order,
-    more than one if it was sent again.
-    """
+    """The decoding requests' answers in a period. asked: each request's answers in order, more than
+    one if it was sent again."""
 
     asked: Sequence[Sequence[Answer]]
     begin: float
@@ -148,12 +145,12 @@ class Window:
         )
 
     def _sees(self, ended: Answer, again: Answer) -> bool:
-        """Return whether the time between a request's two answers overlaps the window."""
+        """Return whether the time between two answers of a request overlaps the window."""
         return ended.times[-1] <= self.end and (not again.times or again.times[0] >= self.begin)
 
     def _longest(self, times: Sequence[float]) -> float:
         """Return the longest gap that ends in the window or, if the prompt was sent, begins in it:
-        tokens that the prompt delays may arrive after the prompt's first token."""
+        tokens that the prompt delays can arrive after the prompt's first token."""
         last = self.end if self.answer is None else math.inf
         pairs = itertools.pairwise(times)
         found = [b - a for a, b in pairs if self.begin <= b <= last and a <= self.end]
@@ -162,9 +159,8 @@ class Window:
 
 @dataclass
 class Watched:
-    """Decoding requests on a server, and the returning prompt. A request decodes `tokens_max`
-    tokens or fewer, at least half as many, and is then sent again.
-    """
+    """Decoding requests on a server, and the returning prompt. Each request decodes from half of
+    `tokens_max` tokens to all of them, and is then sent again."""
 
     client: Client
     phase: str
@@ -173,7 +169,7 @@ class Watched:
     tokens_max: int = _DECODED_MAX
 
     async def run(self, alone_s: float) -> tuple[Window, Window]:
-        """Return the windows before the prompt returned and while it returned."""
+        """Return the windows before the prompt is sent, and until its first token."""
         if self.phase == BACK and not await self.client.forget_gpu():
             raise BenchError("the server cannot empty its prefix cache")
         before = await self.client.hits()
@@ -198,16 +194,14 @@ class Watched:
         return Window(asked, begin, sent), Window(asked, sent, end, answer, hits)
 
     def _limit(self, number: int) -> int:
-        """Return the number of tokens that this decoding request generates."""
         return self.tokens_max - number * self.tokens_max // (2 * len(self.decoding))
 
     async def _decode(self, prompt: Sequence[int], tokens: int, answers: list[Answer]) -> None:
-        """Send the request until it fails; extend `answers`, whose last one is unfinished."""
+        """Send a request repeatedly until it fails, and append an unfinished answer for each."""
         while not (await self.client.attempt(prompt, tokens, answers[-1])).failure:
             answers.append(Answer(sent=time.perf_counter()))
 
     async def _started(self, asked: Sequence[Sequence[Answer]]) -> None:
-        """Wait until all requests are decoding."""
         end_s = time.monotonic() + _START_S_MAX
         while min(len(answers[0].times) for answers in asked) < _STARTED_TOKENS:
             if time.monotonic() > end_s:
@@ -215,10 +209,8 @@ class Watched:
             await asyncio.sleep(_POLL_S)
 
     async def _later(self, asked: Sequence[Sequence[Answer]], end: float) -> None:
-        """Wait until each request has a token after `end`, because a gap may begin before `end`.
-
-        Raises: BenchError: a request has failed.
-        """
+        """Wait until each request has received a token after `end`, because a gap can begin before
+        `end`. Raise BenchError if a request failed."""
 
         def is_later(answers: Sequence[Answer]) -> bool:
             return any(one.times and one.times[-1] > end for one in answers)
@@ -243,9 +235,9 @@ COMMANDS = (
         "stall",
         """Measure how long decoding requests wait while a prompt of 3,000 chunks returns.
 
-        Starts a real `vllm serve` per arm, with a very small model: without offloading, ours with
-        and without all chunks in the CPU tier, and vLLM's tiering. Takes 15 minutes, most of them
-        to compute the prompt where it cannot be loaded. Nothing else should run at the same time.
+        Starts a `vllm serve` with a tiny model per arm: without offloading, ours with and without
+        all chunks in the CPU tier, and vLLM's tiering. Takes 15 minutes, mostly to compute the
+        prompt where it cannot be loaded. Nothing else should run at the same time.
         """,
         Settings,
     ),

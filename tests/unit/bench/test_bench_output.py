@@ -35,7 +35,7 @@ WRONG = {
     "replay NONE": "no such file or folder",
     "replay TRACE --arms gpu": "no arm 'gpu'",
     "replay TRACE --base-url ftp://host": "give NAME=http://HOST:PORT",
-    "replay TRACE --duration 0": "measures nothing",
+    "replay TRACE --duration 0": "give more than 0 s",
     "replay TRACE --token-ids 300:5000 --block-tokens 2": "has only 2048",
 }
 
