@@ -157,7 +157,7 @@ class HitSettings(ServerSettings):
     prompt_tokens: int = option(512, "Tokens per prompt.", min=1)
     answer_tokens: int = 4
     rounds: int = option(2, "Rounds, with the arms interleaved.", min=1)
-    drive: bool = option(False, "Also measure the least time in which the disk can read them.")
+    drive: bool = option(False, "Also measure the least time of reading as many bytes.")
     seed: int = option(1, "Seed for prompts and the order of arms.")
 
     def __post_init__(self) -> None:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A client of the OpenAI HTTP API, and a reader of `/metrics`.
 
-Prompts and answers are token IDs, so that servers can be compared token by token. The client shares
-the servers' cores, and therefore does little work per token.
+Prompts and answers are token IDs, so that servers can be compared token by token. The client does
+little work per token, because it shares the servers' cores.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from vllm_nvmeof_offload.errors import OffloadError
 Message: TypeAlias = dict[str, str]
 
 _CONNECTIONS_MAX = 256
-#: vLLM's server closes an idle connection after 5 s, and loses a request that arrives just then.
+#: vLLM's server closes an idle connection after 5 s, and can lose a request that arrives then.
 _IDLE_S_MAX = 2.0
-#: A prompt too short to be stored. It is sent because vLLM updates its counters after any request.
+#: A prompt too short to be stored, sent to make vLLM update its counters.
 NUDGE = (5, 6, 7)
 _SETTLE_S_MAX = 90.0
 _PAUSE_S = 0.1
@@ -48,7 +48,7 @@ _BUSY = (
 
 
 class ClientError(OffloadError):
-    """An error if the server refused a request, or its answer is incomplete."""
+    """An error in a request that the server refused, or whose answer is incomplete."""
 
 
 @dataclass
@@ -56,12 +56,11 @@ class Answer:
     """One streamed answer. Times are `time.perf_counter()` seconds.
 
     tokens, logprobs, gaps: each generated token's ID and log-probability, and the difference from
-    the runner-up's. IDs are present if the server reports them, the others if they were requested.
-    times: when each token arrived, or each event if the server reports no IDs. ended: when the last
-    byte arrived, or when the request failed. tokens_in, tokens_out: counted by the server,
-    otherwise by the client. tokens_cached: prompt tokens found in any tier, as counted by a server
-    with `--enable-prompt-tokens-details`. failure: why the answer is incomplete. id: the request's,
-    as the server reports it.
+    the runner-up's; empty if not reported or not requested. times: arrivals of tokens, or of events
+    if the server reports no IDs. ended: when the last byte arrived or the request failed.
+    tokens_in, tokens_out: counted by the server, otherwise by the client. tokens_cached: prompt
+    tokens found in any tier, from a server with `--enable-prompt-tokens-details`. failure: why the
+    answer is incomplete. id: the request's ID in the response.
     """
 
     sent: float
@@ -79,12 +78,12 @@ class Answer:
 
     @property
     def ttft_s(self) -> float:
-        """Seconds from sending the request to the first token, which must have arrived."""
+        """Seconds from the request to the first token, which must have arrived."""
         return self.times[0] - self.sent
 
     @property
     def end_s(self) -> float:
-        """Seconds from sending the request to the end of its answer."""
+        """Seconds from the request to the end of its answer."""
         return self.ended - self.sent
 
     def same(self, other: Answer) -> bool:
@@ -94,7 +93,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Tokens:
-    """A range of ordinary token IDs, from `low` up to but not including `high`."""
+    """A range of ordinary token IDs, from `low` to `high` - 1."""
 
     low: int = 2
     high: int = 2048
@@ -121,9 +120,9 @@ class Tokens:
 class Hits:
     """Prompt tokens by where their KV was found: counters, or differences of two readings.
 
-    pool: with vLLM's tiering, its second tier, from which it read `tier_read_bytes`. other: tokens
-    found outside the GPU for which the server does not report where. shared: the part of `other`
-    that was found in pools of other servers of ours.
+    pool: with vLLM's tiering, its second tier, from which it read `tier_read_bytes`. other: found
+    in an unreported place outside the GPU. shared: the part of `other` found in the pools of other
+    servers of ours.
     """
 
     prompt: int = 0
@@ -136,7 +135,7 @@ class Hits:
 
     @classmethod
     def of(cls, found: Metrics) -> Self:
-        """Read our own counters if the server exports them, otherwise vLLM's."""
+        """Read our counters if the server exports them, otherwise vLLM's."""
         name, sources = (_OURS, ("cpu", "pool")) if found.has(_OURS) else _THEIRS
         cpu, pool = (int(found.value(name, source=source)) for source in sources)
         external = int(found.value("vllm:external_prefix_cache_hits_total"))
@@ -163,10 +162,8 @@ class Hits:
 
 
 class Client:
-    """An asynchronous client of one server. Create, use and close it in the same event loop.
-
-    model: the name of the model to request; empty: the first one that the server lists.
-    """
+    """An asynchronous client of one server. Create, use and close it in the same event loop. model:
+    the model to request; "": the first one that the server lists."""
 
     def __init__(
         self,
@@ -194,11 +191,8 @@ class Client:
         await self._http.aclose()
 
     async def model(self) -> str:
-        """Return the model's name; if it was not given, ask the server for it once.
-
-        Raises:
-            BenchError: the server does not answer, or lists no model.
-        """
+        """Return the model's name, requested once if it was not given; raise BenchError if the
+        server does not answer or lists no model."""
         if not self._model:
             try:
                 response = await self._http.get("/v1/models")
@@ -220,11 +214,10 @@ class Client:
     ) -> Answer:
         """Stream a greedy answer of exactly `max_tokens` tokens to `prompt`.
 
-        cache_salt: only requests with the same salt share KV. replica: the data-parallel rank to
-        use. helpers: the peers that may read for the request; None: any peer.
+        cache_salt: only requests with the same salt share KV. replica: the data-parallel rank.
+        helpers: the peers that may read for the request; None: any peer.
 
-        Raises:
-            ClientError: the server refused the request, or the answer is incomplete.
+        Raises: ClientError: the server refused the request, or the answer is incomplete.
         """
         more: dict[str, Any] = {"logprobs": 2, "return_tokens_as_token_ids": True}
         if cache_salt is not None:
@@ -241,13 +234,10 @@ class Client:
     async def chat(
         self, messages: Sequence[Message], max_tokens: int, *, whole: bool = False
     ) -> Answer:
-        """Stream a greedy answer of at most `max_tokens` tokens to a conversation. If the last
-        message is the assistant's, the answer continues it.
+        """Stream a greedy answer of at most `max_tokens` tokens, which continues an assistant's
+        last message. whole: generate exactly `max_tokens`, ignoring the model's end token.
 
-        whole: generate exactly `max_tokens` tokens, even after the model's end token.
-
-        Raises:
-            ClientError: the server refused the request, or the answer is empty or too short.
+        Raises: ClientError: the server refused the request, or the answer is empty or too short.
         """
         goes_on = messages[-1]["role"] == "assistant"
         more = {
@@ -275,7 +265,7 @@ class Client:
         """Stream as `complete` does, without log-probabilities; record failures in the answer.
 
         prompt: token IDs, or text of which the server uses the last `prompt_tokens_max` tokens.
-        into: the answer to fill, for a caller that watches it grow or may cancel the request.
+        into: the answer to fill, for callers that watch it or can cancel the request.
         """
         answer = Answer(sent=time.perf_counter()) if into is None else into
         asked = {"prompt": prompt if isinstance(prompt, str) else list(prompt)}
@@ -300,12 +290,10 @@ class Client:
         more: Mapping[str, Any],
         headers: Mapping[str, str],
     ) -> None:
-        """Send a request, and fill `answer` until its stream ends.
+        """Send a request, and fill `answer` until its stream ends. asked: a prompt, or a chat's
+        messages. more: other fields of the body.
 
-        asked: a prompt, or the messages of a chat. more: other fields of the body.
-
-        Raises:
-            ClientError: the server refused the request, or reported an error in the stream.
+        Raises: ClientError: the server refused the request, or reported an error in the stream.
         """
         body = {
             "model": await self.model(),
@@ -331,11 +319,11 @@ class Client:
         answer.ended = time.perf_counter()
 
     async def metrics(self) -> Metrics:
-        """Read `/metrics`."""
+        """Return the metrics of `/metrics`."""
         return Metrics((await self._http.get("/metrics")).raise_for_status().text)
 
     async def counted(self) -> Metrics:
-        """Return all counters, after a short request; empty if the server has no `/metrics`."""
+        """Return up-to-date metrics, after a short request; empty without `/metrics`."""
         await self.attempt(NUDGE, 1)
         try:
             return await self.metrics()
@@ -343,11 +331,8 @@ class Client:
             return Metrics("")
 
     async def settle(self) -> Metrics:
-        """Wait until no writes are pending, as far as the server reports this. Return all counters.
-
-        Raises:
-            ClientError: the server is still busy after `_SETTLE_S_MAX`.
-        """
+        """Wait until the server reports no pending writes; return its metrics. Raise ClientError
+        after `_SETTLE_S_MAX`."""
         end_s = time.monotonic() + _SETTLE_S_MAX
         while time.monotonic() < end_s:
             found = await self.counted()
@@ -357,17 +342,14 @@ class Client:
         raise ClientError(f"{self._http.base_url} is still writing after {_SETTLE_S_MAX:.0f} s")
 
     async def hits(self) -> Hits:
-        """Return the prompt tokens so far, by where their KV was found; 0 without `/metrics`."""
+        """Return the prompt tokens so far by where their KV was found; 0 without `/metrics`."""
         return Hits.of(await self.counted())
 
     async def forget_gpu(self) -> bool:
         """Empty the GPU's prefix cache, not the offloaded KV; return False if it is unsupported.
 
-        vLLM supports this with VLLM_SERVER_DEV_MODE=1. It refuses while blocks are in use; the
-        client then tries again.
-
-        Raises:
-            BenchError: the server refuses for a minute.
+        vLLM supports this with VLLM_SERVER_DEV_MODE=1, and refuses while blocks are in use. Raises
+        BenchError if it refuses for a minute.
         """
         for _ in range(_FORGET_TRIES_MAX):
             try:
@@ -381,7 +363,7 @@ class Client:
 
 
 def _why(response: httpx.Response) -> str:
-    """Return the status of a refusal that was read, and the server's message, in one line."""
+    """Return the status and message of a refusal in one line. The response must have been read."""
     try:
         text = _message(response.json())
     except (ValueError, RecursionError):
@@ -391,7 +373,7 @@ def _why(response: httpx.Response) -> str:
 
 
 def _message(body: object) -> str:
-    """Return the message in an error of the OpenAI API, or in one of a web framework."""
+    """Return the message in an error of the OpenAI API or of a web framework."""
     found = body
     for key in ("error", "message", "detail"):
         found = found.get(key, found) if isinstance(found, dict) else found
@@ -399,7 +381,7 @@ def _message(body: object) -> str:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the lines of an event stream. httpx would also split texts at Unicode separators."""
+    """Yield an event stream's lines. Unlike httpx, do not split texts at Unicode separators."""
     rest = b""
     async for part in response.aiter_bytes():
         *lines, rest = (rest + part).split(b"\n")
@@ -408,7 +390,7 @@ async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
 
 
 def _of_a_chat(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Convert the log-probabilities of a chat's tokens to the form used in completions."""
+    """Convert a chat's log-probabilities to the form of completions."""
     return {
         "token_logprobs": [one["logprob"] for one in found],
         "top_logprobs": [
@@ -418,11 +400,7 @@ def _of_a_chat(found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _take(answer: Answer, event: dict[str, Any], now: float) -> None:
-    """Add one streamed event to the answer.
-
-    Raises:
-        ClientError: the server reported an error in the stream.
-    """
+    """Add a streamed event to the answer; raise ClientError if it reports an error."""
     if "error" in event:
         raise ClientError(f"the server failed the request: {_message(event)}")
     answer.id = str(event.get("id") or answer.id)

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from vllm_nvmeof_offload.units import GIB
 
-#: Appears only in vLLM's log, because every engine here is also given its number of blocks.
+#: Affects only vLLM's log, because every engine here also gets its number of blocks.
 _KV_CACHE_BYTES = 2 * GIB
 #: The share of a GPU's memory that must be free when an engine starts.
 _FREE_AT_START = 0.1
 
 
 def has_cpu_engine() -> bool:
-    """Return whether this vLLM is a CPU build, judging by its version as vLLM itself does."""
+    """Return whether the installed vLLM is a CPU build, by its version, as vLLM does."""
     try:
         return "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -26,12 +26,11 @@ def has_cpu_engine() -> bool:
 
 
 def engine_memory() -> dict[str, int | float]:
-    """Return the arguments of `LLM` for GPU memory; none if vLLM's engine is for the CPU.
+    """Return the arguments of `LLM` for GPU memory; none for a CPU build.
 
-    With `kv_cache_memory_bytes`, vLLM does not measure the memory available for the KV cache. The
-    measurement takes seconds, and stops the engine if another process frees memory on the same GPU
-    in that time. The caller must set the number of GPU blocks, which vLLM then allocates;
-    `gpu_memory_utilization` only determines how much memory must be free at the start.
+    With `kv_cache_memory_bytes`, vLLM does not measure the available memory, which takes seconds
+    and fails if another process frees memory on the same GPU meanwhile. The caller must set the
+    number of GPU blocks. `gpu_memory_utilization` is the memory that must be free at the start.
     """
     if has_cpu_engine():
         return {}
@@ -42,7 +41,7 @@ def engine_memory() -> dict[str, int | float]:
 
 
 def vllm_command() -> tuple[str, ...]:
-    """Return the command that runs vLLM with this Python, even if its script is missing."""
+    """Return the command that runs vLLM with this Python."""
     script = Path(sys.executable).parent / "vllm"
     if script.exists():
         return (str(script),)
@@ -50,24 +49,22 @@ def vllm_command() -> tuple[str, ...]:
 
 
 def engine_environment(cores_reserved: int = 0) -> dict[str, str]:
-    """Return this process's environment, adapted to engines that run random float32 models.
-
-    cores_reserved: the number of cores that vLLM's CPU engine must not use for its math.
-    """
+    """Return this process's environment, adapted to engines with random float32 models.
+    cores_reserved: the number of cores that vLLM's CPU engine does not use for math."""
     env = dict(os.environ)
-    # Without cached bytecode, three processes compile about 2,000 modules at every start.
+    # Without cached bytecode, three processes compile about 2,000 modules per start.
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    # If this variable is set to cpu, a GPU build looks for kernels that it does not contain.
+    # With the value cpu, a GPU build would look for kernels that it does not contain.
     env.pop("VLLM_TARGET_DEVICE", None)
     env |= {
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
-        # A benchmark's pool is small, and most machines have only one disk.
+        # Benchmarks' pools are small, and most machines have only one disk.
         "VLLM_NVMEOF_ALLOW_ROOT_FILE_SYSTEM": "true",
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # Neither those who read the log nor the tests need escape codes.
+        # Logs are easier to read and to test without escape codes.
         "NO_COLOR": "1",
     }
     if has_cpu_engine():
@@ -77,11 +74,10 @@ def engine_environment(cores_reserved: int = 0) -> dict[str, str]:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": str(cores_reserved),
         }
     else:
-        # Triton's attention would compute float32 products in TF32, with 10 bits, but a comparison
-        # with loaded KV must not depend on where a prompt was split.
+        # In TF32, with 10 bits, results of Triton's attention would depend on where a prompt is
+        # split, and differ with loaded KV.
         env["TRITON_F32_DEFAULT"] = "ieee"
-        # On CUDA, vLLM's sampler imports FlashInfer unless this variable forbids it; without
-        # FlashInfer, the engine would not start.
+        # Otherwise vLLM's sampler would import FlashInfer, and the engine would not start.
         if find_spec("flashinfer") is None:
             env["VLLM_USE_FLASHINFER_SAMPLER"] = "0"
     return env

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A wrapper that injects faults into any I/O engine, for tests and drills on a running server.
 
-Knobs decide which operation gets which fault, using a seed. A control file, if given, contains JSON
-such as `{"seed": 7, "read_eio": 2, "write_delay_ms": 50}`. It is read again when it changes, so
-that a test can change the faults of a running server. `<control file>.fired` counts, in JSON, how
-often each knob has fired (`….fired.R` for rank R above 0). `"rank": R` limits the knobs to rank R.
+A control file, if given, contains knobs as JSON, such as `{"seed": 7, "read_eio": 2,
+"write_delay_ms": 50}`. It is read again when it changes, so that the faults of a running server can
+change. `<control file>.fired` counts, in JSON, how often each knob has fired (`….fired.R` for rank
+R above 0). `"rank": R` limits the knobs to rank R.
 
-Values: `true` strikes every time; a whole number strikes that many times; a fraction is a
+Values: `true` strikes every time, a whole number that many times, and a fraction with that
 probability. `read_delay_ms` and `write_delay_ms` are milliseconds; `bytes_per_s` is a rate.
 
 Errors are reported without calling the inner engine. A delayed or hanging operation is held here
-and counts as started. It is forwarded when the fault ends, unless it was cancelled by then.
-`flip_byte_on_read` damages the slab itself, so that the inner engine's own check must detect it.
-The negative controls change a payload *after* that check: the result is wrong KV that the store
-cannot detect, but a token test must.
+and counts as started; it is forwarded when the fault ends, unless it was cancelled.
+`flip_byte_on_read` damages the slab, which the inner engine's check must detect. The negative
+controls change a payload *after* that check: only a test of tokens can detect the wrong KV.
 """
 
 from __future__ import annotations
@@ -69,8 +68,8 @@ KNOBS = {
     "hang_reads": "a read hangs until the knob is cleared",
     "hang_writes": "a write hangs until the knob is cleared",
     "flip_byte_on_read": "a payload byte in the slab is flipped before a read: the CRC detects it",
-    "swap_slots": "negative control: a read returns, as OK, the payload of the previous read",
-    "flip_with_valid_crc": "negative control: a read returns, as OK, one wrong payload byte",
+    "swap_slots": "negative control: a read returns the previous read's payload as OK",
+    "flip_with_valid_crc": "negative control: a read returns one wrong payload byte as OK",
     "flip_before_copy": "as flip_with_valid_crc, only for reads that leave the check to the copy",
 }
 _READ_ERRORS = (("read_eio", errno.EIO),)
@@ -82,14 +81,12 @@ _ERRORS: dict[OpKind, tuple[tuple[str, int], ...]] = {
 }
 _TICK_S = 0.005
 _FINE_TICK_S = 0.0005  # while reads share a link, which transfers a chunk in a few milliseconds
-
-
 #: The kinds of operations, indexed by their numbers in the native machine.
 _KINDS = tuple(OpKind)
 
 
 def lanes_of(engine: IoEngine) -> Lanes:
-    """Return lanes that call `room`, `submit`, `cancel` and `poll` of a Python engine."""
+    """Return lanes that call a Python engine."""
     return PythonLanes(
         room=engine.room,
         submit=lambda ops: engine.submit([_op_of(one) for one in ops]),
@@ -122,7 +119,7 @@ class _Knob:
 
 
 class FaultPlan:
-    """The knobs, their random numbers and counts. Used only by the engine's calling thread."""
+    """The knobs with their random numbers and counts, used only on the engine's calling thread."""
 
     def __init__(
         self,
@@ -132,10 +129,8 @@ class FaultPlan:
         control_path: Path | None = None,
         rank: int = 0,
     ) -> None:
-        """Start from `knobs`, or from the control file if it exists. rank: this process's rank.
-
-        Raises: ConfigError: a knob is unknown, or a value is not a number or boolean.
-        """
+        """Start from `knobs`, or from the control file if it exists; raise ConfigError if a knob is
+        unknown or a value is neither a number nor a boolean. rank: this process's rank."""
         self._control_path = control_path
         self._rank = rank
         self._control_version: tuple[int, int] | None = None
@@ -145,7 +140,7 @@ class FaultPlan:
         self.refresh()
 
     def set(self, **knobs: object) -> None:
-        """Change some knobs, not the others or the random numbers; raises as the constructor."""
+        """Change the given knobs, without a new seed. Raises as the constructor does."""
         self._knobs.update(_checked(knobs))
 
     def _start(self, knobs: dict[str, object], seed: int) -> None:
@@ -175,19 +170,18 @@ class FaultPlan:
             *(OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError),
             ConfigError,
         ) as error:
-            # The file is probably half-written: the next call reads it again.
+            # The file is probably incomplete: the next call reads it again.
             logger.warning("fault injection: cannot use %s yet: %s", self._control_path, error)
 
     def milliseconds(self, knob: str) -> float:
-        """Return the value of a delay knob; count the knob as fired if its value is not zero."""
+        """Return the value of a delay knob; count the knob as fired if it is not 0."""
         if not self.is_set(knob):
             return 0.0
         self._count(knob)
         return float(self._knobs[knob].value)
 
     def link_ends_s(self, size_bytes: int, now_s: float) -> float:
-        """Return the time at which the last byte of a read will have passed the link that reads
-        share; 0 without a link."""
+        """Return when the last byte of a read has passed the reads' link; 0 without a link."""
         if not self.is_set("bytes_per_s"):
             return 0.0
         self._count("bytes_per_s")
@@ -196,7 +190,7 @@ class FaultPlan:
         return self._link_s
 
     def is_set(self, knob: str) -> bool:
-        """Return whether the knob is set and not zero."""
+        """Return whether the knob is set and not 0."""
         return knob in self._knobs and bool(self._knobs[knob].value)
 
     def strikes(self, knob: str) -> bool:
@@ -238,19 +232,19 @@ def _checked(knobs: Mapping[str, object]) -> dict[str, _Knob]:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """An operation that is held by a fault."""
+    """An operation that a fault holds."""
 
     op: IoOp
     hang: str  # the knob, or "" for a delay until `until_s`
     until_s: float
     wanted: bool = True
-    exchanged: bool = False  # the files of its target were replaced after submission
+    exchanged: bool = False  # its target's files were replaced after submission
 
 
 def inject(
     engine: IoEngine, control: str, rank: int, pool: Pool, memory: memoryview, base_address: int
 ) -> IoEngine:
-    """Wrap the engine of a running server's rank with the faults of a control file."""
+    """Wrap the engine of a server's rank with the faults of a control file."""
     plan = FaultPlan(control_path=Path(control), rank=rank)
     return FaultyIoEngine(engine, plan, pool, memory, base_address)
 
@@ -339,7 +333,7 @@ class FaultyIoEngine:
         self._inner.submit([op])
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
-        """Cancel operations; those that are held count as started."""
+        """Cancel operations; held ones count as started."""
         for held in self._held:
             held.wanted &= held.op.token not in tokens
         withdrawn = self._inner.cancel([token for token in tokens if token in self._forwarded])
@@ -348,8 +342,7 @@ class FaultyIoEngine:
         return withdrawn
 
     def replace_target(self, target: int) -> None:
-        # Held operations can no longer be forwarded: they would use the new files, and the old
-        # ones are not kept open for them.
+        # Held operations can no longer be forwarded, because they would use the new files.
         for held in self._held:
             held.exchanged |= target_of(held.op.place) == target
         self._inner.replace_target(target)
@@ -376,7 +369,7 @@ class FaultyIoEngine:
         return self._epoll.fileno()
 
     def close(self, timeout_s: float = 5.0) -> bool:
-        """Stop the inner engine, and cancel the operations that are held."""
+        """Stop the inner engine, and cancel all held operations."""
         self._closed.set()
         for held in self._held:
             self._complete(held.op, CANCELLED)
@@ -403,13 +396,13 @@ class FaultyIoEngine:
         self._waker.wake()
 
     def _tick(self) -> None:
-        """Wake the caller regularly, because held operations wait for a time or for a knob."""
+        """Wake the caller regularly, because held operations wait for a time or a knob."""
         while not self._closed.wait(_FINE_TICK_S if self.plan.is_set("bytes_per_s") else _TICK_S):
             if self._held:
                 self._waker.wake()
 
     def _deceive(self, op: IoOp) -> None:
-        """Apply the negative controls to a payload that was just verified."""
+        """Apply the negative controls to a verified payload."""
         start = op.address - self._base_address + HEADER_BYTES
         payload = self._memory[start : start + op.payload_bytes]
         if self.plan.strikes("flip_with_valid_crc") or (
@@ -424,7 +417,7 @@ class FaultyIoEngine:
             self._last_payload = true_payload
 
     def _flip_on_disk(self, op: IoOp) -> None:
-        """Flip one payload byte in the slab; rewrite an aligned page, as O_DIRECT requires."""
+        """Flip one payload byte in the slab. O_DIRECT requires rewriting an aligned page."""
         fd = self._pool.files(target_of(op.place))[0]
         offset = slot_of(op.place) * self._pool.slot_bytes
         at = self.plan.random.randrange(op.payload_bytes)

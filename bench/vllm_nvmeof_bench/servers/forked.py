@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `vllm serve` that is forked from a process that has already imported vLLM (`zygote.py`).
 
-It is a separate process with its own log, like every `Server`. All servers of one zygote share the
-seed of string hashes, so a test of a restart with another seed must not use the zygote.
+Like every `Server`, it is a separate process with its own log. All servers of a zygote share the
+seed of string hashes, so a test of a restart with another seed must not use it.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.config import EXPERIMENT
 
-#: Prefixes of variables that are first read when a server starts: they may differ per fork.
+#: Prefixes of variables that a server first reads when it starts: they can differ per fork.
 _READ_LATE = ("VLLM_SERVER_DEV_MODE", "VLLM_NIXL_", "UCX_", EXPERIMENT)
 _START_S = 120.0
-#: Arguments with which vLLM may start several API servers. Their metrics library reads a variable
-#: when it is imported, so such servers cannot be forked.
+#: Arguments with which vLLM can start several API servers. These cannot be forked, because their
+#: metrics library reads a variable when it is imported.
 _MANY_SERVERS = frozenset({"--api-server-count", "--data-parallel-size"})
 
 
 def can_be_forked(spec: ServerSpec) -> bool:
-    """Return whether a server can be forked. It cannot with CUDA, which does not survive a fork, or
-    with a vLLM that is not the installed one."""
+    """Return whether a server can be forked: not with CUDA, which does not survive a fork, or with
+    a vLLM other than the installed one."""
     others_vllm = "PYTHONPATH" in spec.environment() or not has_cpu_engine()
     return not (spec.program or others_vllm or _MANY_SERVERS.intersection(spec.extra_args))
 
 
 def start(spec: ServerSpec, log_path: Path) -> Server:
-    """Start a server, if possible as a fork, so that vLLM is not imported at each start."""
+    """Start a server, if possible as a fork, which need not import vLLM."""
     return (ForkedServer if can_be_forked(spec) else Server)(spec, log_path)
 
 
@@ -51,7 +51,7 @@ def import_vllm(spec: ServerSpec) -> None:
 
 
 def _zygote_of(spec: ServerSpec) -> tuple[_Zygote, dict[str, str]]:
-    """Return the process from which to fork a server, and the variables to set in the fork."""
+    """Return the zygote of a server, and the variables to set in the fork."""
     # pytest writes the current test's name into a variable.
     variables = {k: v for k, v in spec.environment().items() if not k.startswith("PYTEST_")}
     late = {name: variables.pop(name) for name in [*variables] if name.startswith(_READ_LATE)}
@@ -59,7 +59,7 @@ def _zygote_of(spec: ServerSpec) -> tuple[_Zygote, dict[str, str]]:
 
 
 class ForkedServer(Server):
-    """A server forked from a zygote. If it fails to start, the zygote is not affected."""
+    """A server forked from a zygote, which a failed start does not affect."""
 
     def _launch(self) -> subprocess.Popen[bytes]:
         zygote, late = _zygote_of(self.spec)

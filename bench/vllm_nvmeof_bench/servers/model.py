@@ -5,11 +5,10 @@ The model is float32 and determined by its seed. It is sized for two cores: a pr
 tokens takes seconds, a decode step tens of milliseconds. The KV cache per token is small (one
 KV head), so that loading it is far cheaper than computing it.
 
-A random model tends to fall into a loop: if its next token depends only on the current one, greedy
-decoding is a walk on a fixed map and soon cycles. Here embeddings are small compared with the
-layers' outputs, and queries are scaled up, so that attention is peaked and selects different tokens
-as the position changes. The output thus depends on the whole context, and a wrong KV byte changes
-it. `distinct_ratio` measures this; the demo rejects looping output.
+Greedy output of a random model tends to loop, because the next token depends mostly on the current
+one. Here embeddings are small compared with the layers' outputs, and queries are scaled up, so that
+attention is peaked and selects different tokens as the position changes. The output thus depends on
+the whole context, and a wrong KV byte changes it. `distinct_ratio` detects loops.
 """
 
 from __future__ import annotations
@@ -32,12 +31,9 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The sizes of a model.
-
-    `query_gain` scales the query projections, to make attention peaked; `embed_std` scales the
-    token embeddings; `logit_std` is the standard deviation of the logits. tied: the output layer is
-    the embedding; `make_model` does not support this.
-    """
+    """The sizes of a model. query_gain: factor of the query projections, for peaked attention.
+    embed_std: standard deviation of the embeddings; logit_std: that of the logits. tied: the output
+    layer is the embedding, which `make_model` does not support."""
 
     seed: int = 20261121
     layers: int = 4
@@ -75,10 +71,8 @@ class ModelShape:
 
 
 def make_model(root: Path, shape: ModelShape | None = None) -> Path:
-    """Create the model under `root` unless it exists there; return its directory.
-
-    The directory's name contains the digest of the shape. The directory is created atomically.
-    """
+    """Create the model under `root` unless it exists; return its directory, which is created
+    atomically and named after the shape's digest."""
     shape = shape or ModelShape()
     directory = root / f"model-{shape.digest()}"
     if (directory / "config.json").exists():
@@ -168,7 +162,7 @@ def _write_weights(file_path: Path, shape: ModelShape) -> None:
     for i in range(shape.layers):
         norms += [f"layers.{i}.input_layernorm", f"layers.{i}.post_attention_layernorm"]
     tensors |= {f"model.{name}.weight": np.ones(shape.hidden, np.float32) for name in norms}
-    # An end token would make the lengths of outputs differ, so it is made unlikely.
+    # Make end tokens unlikely, because they would make the outputs' lengths differ.
     tensors["lm_head.weight"][:_SPECIAL_COUNT] = 0
     save_file(tensors, str(file_path), metadata={"format": "pt"})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a router in front of servers: our example, or another router."""
+"""A router's process in front of servers: our example, or another router."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _READY_S, _STOP_S = 60.0, 10.0
 
 
 def dual_path_router(prefill: Sequence[Server], decode: Sequence[Server] = ()) -> list[str]:
-    """Return the command that starts our example, which needs a checkout of this project."""
+    """Return the command of our example router, which needs a checkout of this project."""
     return [
         *(sys.executable, str(_EXAMPLE)),
         *(word for one in prefill for word in ("--prefill", one.url)),
@@ -31,7 +31,7 @@ def dual_path_router(prefill: Sequence[Server], decode: Sequence[Server] = ()) -
 
 
 class RunningRouter:
-    """A running router; a context manager. command: starts the router; the address is appended."""
+    """A running router; a context manager. command: starts it; the address is appended."""
 
     def __init__(self, command: Sequence[str], log_path: Path) -> None:
         self._reserved = ReservedPort()

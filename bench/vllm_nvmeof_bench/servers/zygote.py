@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Start servers as separate processes, forked from one that has imported vLLM.
+"""A process that has imported vLLM, and forks servers.
 
 Importing vLLM takes 12 s of one core, but the engine of a tiny model starts in 3 s. All servers
-share this process's environment (`forked.py`), except for variables that are first read when a
-server starts.
+share this process's environment, except for variables that they first read when they start.
 
-From stdin, this process reads a line per server to start (JSON: arguments, log, variables). It
-writes a line per started server (process ID) and per exited server (process ID, exit status).
+From stdin, this process reads a line per server to start (JSON: arguments, log, variables). To
+stdout it writes a line per started server (process ID) and exited server (process ID, exit status).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ IMPORTED_ONCE = (
     "vllm_nvmeof_offload.connector",
     "transformers",
 )
-#: Modules that only the API server imports in addition.
+#: Further modules that only the API server imports.
 _SERVER_TOO = (
     "vllm.entrypoints.cli.main",
     "vllm.entrypoints.cli.serve",
@@ -56,7 +55,7 @@ def main() -> None:
 
 
 def _serve_forks() -> list[str] | None:
-    """Fork a process per line of input; return its arguments in each fork, and None at the end."""
+    """Fork a server per line of stdin; return its arguments in the fork, and None at the end."""
     pending = b""
     while True:
         _report_ended()
