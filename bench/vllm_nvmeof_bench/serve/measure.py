@@ -18,13 +18,12 @@ as soon as the previous answer is complete, as in the OpenFlex Data24 table. All
 same first prompts and new tokens, and continue with their own answers. Every measurement uses new
 conversations.
 
-The arms run in a random order, which depends on the seed, in every round.
+In every round the arms run in a random order that depends on the seed.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import mmap
 import os
@@ -52,7 +51,7 @@ from vllm_nvmeof_offload.units import MIB
 
 _SEQUENCES = 16
 _TTFT_ANSWER_TOKENS = 4
-#: Conversations that fit into the GPU cache.
+#: The number of conversations that fit into the GPU cache.
 _GPU_CONVERSATIONS = 4
 #: The pause before each measurement. After a step, vLLM's worker polls for a second, on a core that
 #: the next arm needs.
@@ -157,7 +156,7 @@ class HitSettings(ServerSettings):
     prompt_tokens: int = option(512, "Tokens per prompt.", min=1)
     answer_tokens: int = 4
     rounds: int = option(2, "Rounds, with the arms interleaved.", min=1)
-    drive: bool = option(False, "Also measure the least time of reading as many bytes.")
+    drive: bool = option(False, "Also measure bare reads of the returning bytes from the disk.")
     seed: int = option(1, "Seed for prompts and the order of arms.")
 
     def __post_init__(self) -> None:
@@ -167,7 +166,7 @@ class HitSettings(ServerSettings):
 
     def sizes(self) -> Sizes:
         """Return the sizes of servers to start. The GPU cache holds all concurrent requests; a
-        third CPU tier holds a third of the returning prompts."""
+        CPU tier that holds a third has room for a third of the returning prompts."""
         one = self.prompt_tokens + self.answer_tokens
         fresh = sum(self.count - round(self.count * rate / 100) for rate in self.rates)
         return self.sizes_of(
@@ -290,7 +289,7 @@ _PIECE_BYTES, _READERS = 2 * MIB, 8
 def read_times(
     directory: Path, count: int, rates: Sequence[int | None] = (None,)
 ) -> Generator[list[float]]:
-    """Repeatedly read about `count` bytes past the page cache once per rate, and yield the seconds.
+    """Read about `count` bytes past the page cache once per rate, and yield the seconds, endlessly.
     rates: limits of this process in bytes/s; None: no limit. Close the generator at the end."""
     pieces = max(1, count // _PIECE_BYTES)
     with tempfile.NamedTemporaryFile(dir=directory) as file:
@@ -400,7 +399,7 @@ class TurnSettings(ServerSettings):
                 end_s=reply.end_s,
                 prompt_tokens=reply.tokens_in,
                 answer_tokens=reply.tokens_out,
-                digest=_digest(reply),
+                digest=reply.digest,
                 failure=reply.failure,
                 **(hits if conversation == turn == 0 else {}),
             )
@@ -421,11 +420,6 @@ class TurnSettings(ServerSettings):
                 break
             context += reply.tokens
         return replies
-
-
-def _digest(reply: Answer) -> str:
-    text = " ".join(map(str, reply.tokens)) or reply.text
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 COMMANDS = (

@@ -17,7 +17,6 @@ for a second, on a core that another server needs.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import random
 import time
@@ -36,7 +35,7 @@ from vllm_nvmeof_bench.settings import check_names, check_positive, option
 
 _SERVERS = 2
 _TIER_SHARE = 4
-#: The measurements whose chunks fit into a pool.
+#: The number of measurements whose chunks a pool can hold.
 _MEASUREMENTS = 2
 
 
@@ -180,7 +179,6 @@ async def _ask(
 
 def _sample(where: Iterable[Any], reply: Answer, hits: Hits) -> Sample:
     """Return a sample. where: the values of its fields up to `server`."""
-    text = " ".join(map(str, reply.tokens)) or reply.text
     return Sample(
         *where,
         ttft_s=reply.ttft_s if reply.failure is None else None,
@@ -192,7 +190,7 @@ def _sample(where: Iterable[Any], reply: Answer, hits: Hits) -> Sample:
         pool=hits.pool,
         shared=hits.shared,
         other=hits.other - hits.shared,
-        digest=hashlib.sha256(text.encode()).hexdigest()[:16],
+        digest=reply.digest,
         failure=reply.failure,
     )
 

@@ -8,6 +8,7 @@ little work per token, because it shares the servers' cores.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import operator
 import time
@@ -85,6 +86,12 @@ class Answer:
     def end_s(self) -> float:
         """Seconds from the request to the end of its answer."""
         return self.ended - self.sent
+
+    @property
+    def digest(self) -> str:
+        """A short hash of the answer's tokens or, without token IDs, of its text."""
+        text = " ".join(map(str, self.tokens)) or self.text
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def same(self, other: Answer) -> bool:
         """Return whether both answers have the same tokens and the same text."""
