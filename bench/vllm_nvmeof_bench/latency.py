@@ -60,7 +60,7 @@ _CASES = ("read", "write")
 _THROTTLE_MB_PER_S = 100
 _REMEDY = "give another --target, or fewer --jobs"
 _MB = 1_000_000
-#: The pause after setting the throttle, in which the kernel's unthrottled time slice expires.
+#: A pause after setting the throttle, until the kernel's unthrottled time slice has expired.
 _SLICE_S = 0.15
 _T = TypeVar("_T")
 

@@ -90,7 +90,7 @@ class Settings:
     """Settings of the run. tier_chunks: number of cache slots."""
 
     rates: tuple[str, ...] = option(
-        ("400:400", "200:600", "600:200"), "MB/s of the server's link and of the peer's."
+        ("400:400", "200:600", "600:200"), "Link rates in MB/s: the server's and the peer's."
     )
     arms: tuple[str, ...] = option(_ARMS, "Arms to measure.")
     rounds: int = option(5, "Rounds of all arms.", min=1)

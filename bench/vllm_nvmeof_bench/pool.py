@@ -282,7 +282,7 @@ class Beside:
         read = len(self._latencies_s) * self._block_bytes
         latencies_us = [1e6 * latency_s for latency_s in self._latencies_s]
         p50_us, p99_us = (percentile(latencies_us, share) for share in (0.5, 0.99))
-        # Reads and writes share CPU time in proportion to their bytes: it cannot be separated.
+        # The CPU time of reads and writes cannot be separated: divide it by bytes.
         cpu_s = self._cpu_s * written / (written + read)
         return {
             "read_beside_writes": Moved(read, sum(self._latencies_s), None, p50_us, p99_us),
@@ -333,7 +333,7 @@ class Beside:
         self._mover.submit(next(self._tokens), False, next(self._next_block))
 
     def _top_up(self, finished: list[int]) -> int:
-        """Submit a write per finished one; return the number of finished writes."""
+        """Submit a new write for each finished one; return the number of finished writes."""
         self._queued -= len(finished)
         for _ in finished:
             self._write()
@@ -507,7 +507,7 @@ class PipelineMover(EngineMover):
 
     Cache slot i holds block i from the start, and no bytes are copied to or from a KV cache. As the
     scheduler sends one command for all chunks of a request, a batch's jobs have 64 MiB, which is
-    512 tokens of Llama-3.1-8B. Jobs of one block would measure Python.
+    512 tokens of Llama-3.1-8B. The cost of Python would dominate jobs of one block.
     """
 
     batch_job_bytes = 64 * MIB
@@ -979,7 +979,7 @@ def run(
 
 
 class _Run:
-    """A run. arms: name of an arm → its description, or why it cannot run."""
+    """A run. arms: name → the arm's description, or the reason why it cannot run."""
 
     def __init__(self, settings: Settings, home: Path, on_progress: OnProgress) -> None:
         self.samples: list[Sample] = []

@@ -84,7 +84,7 @@ class Settings(ServerSettings):
     pace: Pace = field(default_factory=Pace)
     duration_s: float = option(300.0, "Seconds per arm.", flag="--duration")
     context_tokens_max: int = option(
-        131_072, "Longest request in tokens; a session ends before it.", flag="--context-max", min=1
+        131_072, "Longest request in tokens; longer ones end sessions.", flag="--context-max", min=1
     )
     block_tokens: int = option(0, "Replayed tokens per block; 0: as in the trace.", min=0)
     sessions: int = option(0, "Sessions to draw from the trace at random; 0: all.", min=0)
@@ -117,7 +117,7 @@ def _measure(settings: Settings, json_path: Path) -> None:
 
 
 def trace_of(settings: Settings, path: Path) -> Trace:
-    """Return the part of the trace to replay; raise BenchError if it cannot be read or is empty."""
+    """Return the trace to replay; raise BenchError if it is unreadable or has no session left."""
     trace = read_trace(path)
     trace = trace.scaled(settings.block_tokens or trace.block_tokens)
     trace = trace.capped(settings.context_tokens_max)

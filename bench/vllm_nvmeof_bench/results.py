@@ -30,7 +30,7 @@ Sample = TypeVar("Sample")
 
 
 class BenchError(OffloadError):
-    """An error in a benchmark that cannot run here or whose arm failed; a message of one line."""
+    """An error that ends a benchmark: it cannot run here, or an arm failed. One line of text."""
 
 
 def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, Any]) -> None:
@@ -173,7 +173,7 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
 
 
 def median_ratio(of_pairs: Sequence[float]) -> Paired:
-    """Return the median of ratios with its interval."""
+    """Return the median of the ratios, with its interval."""
     return ratios(of_pairs, np.ones(len(of_pairs)).tolist())
 
 

@@ -81,7 +81,7 @@ class Settings:
     pace: Pace = field(default_factory=Pace)
     chunk_tokens: int = option(512, "Tokens per chunk, at least one block of the trace.", min=1)
     context_tokens_max: int = option(
-        131_072, "Longest request in tokens; a session ends before it.", flag="--context-max", min=1
+        131_072, "Longest request in tokens; longer ones end sessions.", flag="--context-max", min=1
     )
     gpu: float = option(0.02, "Size of GPU memory as a share of the working set.")
     cpu: float = option(0.05, "Size of the CPU tier as a share of the working set.")

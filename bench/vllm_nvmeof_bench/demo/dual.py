@@ -272,7 +272,7 @@ def _killing(killer: Killer, crowd: Crowd, phase: Phase) -> None:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The results of the phases computed, one path, both paths, D is killed, and D starts."""
+    """The results of a run. phases: computed, one path, both paths, D is killed, D starts."""
 
     phases: Sequence[Phase]
     kills: int

@@ -60,7 +60,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
         return figure(key, value(key, above), value(key, below))
 
     def better(key: _Key) -> Figure | None:
-        """Compare auto with the better backend, the kernel if it is `KERNEL_MARGIN` × as fast."""
+        """Compare auto with DMA or the kernel's rate / `KERNEL_MARGIN`, whichever is higher."""
         dma, kernel = value(key, "dma"), value(key, "kernel")
         known = dma is not None and kernel is not None
         return figure(key, value(key, "auto"), max(dma, kernel / KERNEL_MARGIN) if known else None)
@@ -97,7 +97,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
 
 
 def _beside_crc(samples: Sequence[Sample]) -> Figure | None:
-    """Return the product's best rate beside a sufficiently fast launch, relative to alone."""
+    """Return the best ratio of the product's rate during a fast enough launch to that alone."""
     beside = select(samples, case="crc_beside")
     products = select(samples, case="crc_matrix")
     alone = median_of(products, "value", arm="alone")
@@ -174,7 +174,7 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
 
 
 def _arm_table(chosen: Sequence[Sample], case: str) -> Table:
-    """Return a table of a loop, in steps/s and relative to alone, or of disk loads, in GB/s."""
+    """Return a table of loops, in steps/s and as ratios to "alone", or of disk loads, in GB/s."""
     title, first = f"{case.removeprefix('loop_')}: steps/s of a loop beside copies", "loop"
     if case == "disk":
         title, first = "Loads from disk to the GPU, GB/s", "of"

@@ -39,14 +39,14 @@ class Stage(NamedTuple):
 
 
 _PICKLE = Stage(SCHEDULER, "pickle the command")
-_UNPICKLE = Stage(MODEL, "unpickle it")
-_SUBMIT = Stage(MODEL, "hand it over")
-_PIPELINE = Stage(PIPELINE, "the transfer, engines answer at once")
-_FINISHED = Stage(MODEL, "take what has finished")
+_UNPICKLE = Stage(MODEL, "unpickle the command")
+_SUBMIT = Stage(MODEL, "submit the job")
+_PIPELINE = Stage(PIPELINE, "transfer, with instant engines")
+_FINISHED = Stage(MODEL, "take finished jobs")
 _LOAD = {
     "look_up": Stage(SCHEDULER, "look-up, key by key"),
-    "look_up_again": Stage(SCHEDULER, "the same in the next step"),
-    "find": Stage(SCHEDULER, "find, for admission"),
+    "look_up_again": Stage(SCHEDULER, "look-up in the next step"),
+    "find": Stage(SCHEDULER, "find the chunks, for admission"),
     "prepare": Stage(SCHEDULER, "prepare the load"),
     "pickle": _PICKLE,
     "unpickle": _UNPICKLE,
@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Stage]] = {
     "cpu": _LOAD,
     "pool": _LOAD,
     "store": {
-        "prepare": Stage(SCHEDULER, "prepare the store; it evicts"),
+        "prepare": Stage(SCHEDULER, "prepare the store, and evict"),
         "pickle": _PICKLE,
         "unpickle": _UNPICKLE,
         "submit": _SUBMIT,
@@ -79,16 +79,16 @@ CASES: dict[str, dict[str, Stage]] = {
     },
     "hold": {
         "hold": Stage(SCHEDULER, "hold a chunk for a preempted request"),
-        "fetch": Stage(SCHEDULER, "fetch one for it"),
-        "release": Stage(SCHEDULER, "let go of it, when the request runs"),
+        "fetch": Stage(SCHEDULER, "fetch a chunk for a preempted request"),
+        "release": Stage(SCHEDULER, "release a held chunk"),
     },
     "blocks": {
         "allocate": Stage(SCHEDULER, "allocate the load's GPU blocks"),
-        "name": Stage(SCHEDULER, "enter them in the prefix cache"),
+        "name": Stage(SCHEDULER, "enter the blocks in the prefix cache"),
     },
     "start": {
         "adopt_rank": Stage(MODEL, "adopt the pool's table"),
-        "adopt_manager": Stage(SCHEDULER, "make the index of it"),
+        "adopt_manager": Stage(SCHEDULER, "build the index"),
         "memory": Stage(SCHEDULER, "memory of the index"),
     },
 }

@@ -89,8 +89,8 @@ def added(
 
 
 def as_expected(samples: Sequence[Sample], point: Point) -> Paired | None:
-    """Return our mean latency on the second target relative to the expected one, paired by round:
-    fio's there plus the difference between ours and fio's on the first target."""
+    """Return the ratio of our mean latency on the second target to the expected one, by round:
+    fio's there plus the latency that our engine adds to fio's on the first target."""
     before, after = distinct(samples, "target")[:2]
     rounds: dict[int, dict[tuple[str, str], float]] = {}
     for one in select(samples, point=point):

@@ -38,7 +38,7 @@ _LARGE = 512 * KIB
 @dataclass(frozen=True)
 class Sample:
     """One arm, case, block size and round; MiB and GiB count only payload. cpu_s_per_gib: None if
-    the directions' CPU times cannot be separated. p50_us, p99_us: None without latencies."""
+    reads and writes share it inseparably. p50_us, p99_us: None if the arm reports no latency."""
 
     arm: str
     case: str

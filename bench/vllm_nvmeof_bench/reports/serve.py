@@ -31,7 +31,7 @@ _RIVALS = (
     ("target", "pool"),
     ("pool", "lifeboat"),
 )
-#: (our arm, the arm that measures the least time its storage needs).
+#: (our arm, the arm that measures how fast its storage can be).
 _LIMITS = (("pool", "drive"), ("target", "stand_in"))
 _PLACES = ("gpu", "cpu", "pool", "other")
 Conditions = Mapping[str, Any]
@@ -199,7 +199,7 @@ _RATIOS = {"tokens/s": "tokens_per_s", "TTFT avg": "ttft_mean_s", "TTFT P95": "t
 
 
 def _same_turns(samples: Sequence[Any]) -> tuple[int, int]:
-    """Return (answers equal to the first arm's in the same turn, answers compared)."""
+    """Return (answers equal to the first arm's answer to the same turn, answers compared)."""
     first: dict[tuple[int, ...], str] = {}
     same = compared = 0
     for one in samples:

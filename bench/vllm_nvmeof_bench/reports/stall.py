@@ -72,7 +72,7 @@ Samples = Sequence[Sample]
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
-    """Return the goals for the phase in which the prompt is loaded."""
+    """Return the goals, which are for the phase in which the prompt is loaded."""
     above, below = ({"arm": arm, "phase": BACK} for arm in (_OURS, _THEIRS))
     ratio = results.ratio_of_medians(samples, "gap_ms", above, below)
     compared = [one.same for one in samples if one.same is not None]
