@@ -637,7 +637,7 @@ class Settings:
     repeats: int = option(7, "Measured rounds, after a warm-up round.", min=1)
     seed: int = option(1, "Seed for keys and order.")
     directory: Path = option(
-        Path("build/bench/disk"), "Directory for the tables, 64 bytes per entry.", flag="--dir"
+        Path("build/bench/disk"), "Directory for pool tables of 64 bytes per entry.", flag="--dir"
     )
     ops: int = 200
 

@@ -726,8 +726,8 @@ class Fio:
 
 
 def fio_moved(report: dict[str, Any], latency: str = "clat_ns") -> Moved:
-    """Convert fio's JSON with `unified_rw_reporting=mixed`. Times exclude the start of the jobs, as
-    in fio's shares of CPU time. latency: a key in the JSON; `lat_ns` includes submission."""
+    """Convert fio's JSON with `unified_rw_reporting=mixed`. Times exclude the jobs' start, because
+    fio's shares of CPU time do. latency: a key in the JSON; `lat_ns` includes submission."""
     job = report["jobs"][0]
     total = job["mixed"]
     found = total[latency].get("percentile", {})

@@ -138,7 +138,7 @@ def parts_of(case: str, stages: Iterable[str]) -> list[tuple[str, str]]:
 
 
 def total_us(samples: Samples, side: str, chunks: int, parts: Parts) -> list[float]:
-    """Return the parts' sum, in µs per chunk, in each round that measured all parts."""
+    """Return the sum of the parts, in µs per chunk, for each round that measured all parts."""
     by_round: dict[int, dict[tuple[str, str], float]] = {}
     for one in select(samples, side=side, chunks=chunks):
         if one.us_per_chunk is not None:
@@ -216,7 +216,7 @@ def _bytes(samples: Samples) -> Figure | None:
 
 
 def _locked(samples: Samples) -> Figure | None:
-    """Return the ms for which the slowest load holds the interpreter lock in the pipeline."""
+    """Return the ms for which a load holds the interpreter lock in the pipeline; the worst load."""
     wanted = {"side": OURS, "stage": "pipeline", "chunks": _CHUNKS}
     found = [
         _figure(

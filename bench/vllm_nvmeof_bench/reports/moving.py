@@ -64,7 +64,7 @@ Samples = Sequence[Sample]
 
 
 def later(samples: Samples) -> list[Sample]:
-    """Return all turns except first ones."""
+    """Return all turns except the first of each conversation."""
     return [one for one in samples if one.turn > 0]
 
 

@@ -41,7 +41,7 @@ class Sample:
 
 def summary_of(samples: Sequence[Sample], arm: str) -> dict[str, float]:
     """Return an arm's figures by name; empty if it generated no token. TTFT includes all requests
-    that received a token; tokens per second are whole requests' over all rounds' duration."""
+    that received a token; tokens/s count whole requests, over the duration of all rounds."""
     mine = select(samples, arm=arm)
     firsts = values_of(mine, "ttft_s")
     if not firsts:

@@ -31,7 +31,7 @@ _RIVALS = (
     ("target", "pool"),
     ("pool", "lifeboat"),
 )
-#: (our arm, the arm that measures how fast its storage can be).
+#: (our arm, the arm that measures bare reads from its storage).
 _LIMITS = (("pool", "drive"), ("target", "stand_in"))
 _PLACES = ("gpu", "cpu", "pool", "other")
 Conditions = Mapping[str, Any]
@@ -131,8 +131,8 @@ def found_in(samples: Sequence[Any]) -> tuple[float, ...]:
 def ratio_of_ttft(
     samples: Sequence[Any], arm: str, length: int | None = None, other: str | None = None
 ) -> list[float]:
-    """Return the ratio of TTFT computed to returning on `arm`, or returning on `arm` to `other`,
-    per prompt. length: prompt length; None: all."""
+    """Return the ratios of TTFT computed to TTFT returning on `arm`, paired by prompt; with
+    `other`, those of TTFT returning on `arm` to that on `other`. length: of prompts; None: all."""
     below: dict[str, object] = {"arm": other or arm, "phase": "back", "length": length}
     above = {**below, "arm": arm, "phase": "back" if other else "cold"}
     pairs = paired(samples, "ttft_s", above, below, lambda one: (one.length, one.round))
