@@ -4,7 +4,7 @@
 # the same twice, the second time after POST /reset_prefix_cache, to see what is loaded.
 #
 #   bench/clients/vllm_bench.sh URL MODEL TOKENIZER_DIR [MORE_OPTIONS…]
-set -euo pipefail
+. "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
 
 exec vllm bench serve --backend openai --base-url "$1" --model "$2" --tokenizer "$3" \
     --dataset-name prefix_repetition --prefix-repetition-prefix-len 1024 \
