@@ -271,6 +271,14 @@ def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
         for length in lengths
     }
     yield _rivals_table(samples, ratios)
+    written = {arm: count for arm, count in conditions.get("written_bytes", {}).items() if count}
+    if written:
+        tokens = sum(one.prompt_tokens for one in select(samples, arm=arms[0], phase="cold"))
+        columns = [
+            Column("arm", str),
+            Column("KiB per token", lambda arm: written[arm] / tokens, "{:.1f}", 1024),
+        ]
+        yield Table("Written for the prompts", columns, written)
     known = results.values_of(samples, "same")
     yield f"answers that equal the first arm's: {int(sum(known))} of {len(known)}"
 

@@ -31,6 +31,7 @@ from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.servers import smollm2
 from vllm_nvmeof_bench.servers.client import Client, Tokens
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
+from vllm_nvmeof_bench.servers.hybrid import HybridShape, make_hybrid
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 from vllm_nvmeof_bench.servers.server import (
     BLOCK_TOKENS,
@@ -57,7 +58,12 @@ _LARGE = ModelShape(
 _MEDIUM = ModelShape(layers=4, hidden=512, intermediate=2048, heads=4, kv_heads=2)
 _BYTES = {"float32": 4, "bfloat16": 2}
 _RANDOM, _REAL = "random", "smollm2"
-_SHAPES = {"medium": _MEDIUM, _REAL: smollm2.SHAPE}
+_SHAPES = {
+    "medium": _MEDIUM,
+    "gemma3": HybridShape(kind="gemma3", layers=6),
+    "lfm2": HybridShape(kind="lfm2", layers=9),
+    _REAL: smollm2.SHAPE,
+}
 
 #: A note printed with the peer's figures.
 PEER_NOTE = (
@@ -140,8 +146,8 @@ class ServerSettings:
     )
     model: str = option(
         _RANDOM,
-        f"Model of the servers to start: {_RANDOM}, medium (random, 18 M parameters, for a CPU) "
-        f"or {_REAL} (45 KiB of KV per token).",
+        f"Model of the servers to start: {_RANDOM}, medium (random, 18 M parameters, for a CPU), "
+        f"gemma3 or lfm2 (random, with windows or states) or {_REAL} (45 KiB of KV per token).",
     )
     server_args: str = option(
         "", "More arguments of `vllm serve` for the servers to start, in one quoted text."
@@ -242,8 +248,8 @@ class Sizes:
 
     @property
     def chunk_bytes(self) -> int:
-        """The size of one block's KV, the smallest chunk that any arm can use."""
-        return BLOCK_TOKENS * self.kv_bytes_per_token
+        """The size of one group's KV in one block, the smallest chunk that any arm can use."""
+        return BLOCK_TOKENS * self.kv_bytes_per_token // self.shape.groups
 
     @property
     def pool_bytes(self) -> int:
@@ -263,7 +269,7 @@ class Sizes:
 
     def slots(self, tokens: int) -> int:
         """Return the number of cache slots that a CPU tier needs for this many tokens."""
-        return max(STREAM_SLOTS, math.ceil(tokens / BLOCK_TOKENS))
+        return max(STREAM_SLOTS, math.ceil(tokens / BLOCK_TOKENS) * self.shape.groups)
 
 
 def engine_id(name: str) -> str:
@@ -338,7 +344,7 @@ def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
     return ServerSpec(
         model=model,
         max_model_len=on_blocks(sizes.request_tokens_max + 1),
-        gpu_blocks=sizes.gpu_tokens // BLOCK_TOKENS + 1,
+        gpu_blocks=sizes.gpu_tokens // BLOCK_TOKENS * sizes.shape.groups + 1,
         max_num_seqs=sizes.max_num_seqs,
         cores_reserved=0,
         offload=offload_of(arm, sizes, place),
@@ -484,8 +490,7 @@ def run(
         wanted: dict[str, ServerSpec | str] = {arm.name: arm.url for arm in arms if arm.url}
         if ours:
             on_progress(0, 0, "making the model")
-            real = sizes.shape == smollm2.SHAPE
-            model = smollm2.make() if real else make_model(sizes.models.resolve(), sizes.shape)
+            model = _made(sizes)
             wanted = {
                 arm.name: server_spec(arm, sizes, model, home / arm.directory) for arm in ours
             }
@@ -505,6 +510,15 @@ def run(
                 conditions["load_average_at_end"] = load_average()
                 dump(json_path, name, samples, conditions)
     drop_logs(logs, [arm.name for arm in ours])
+
+
+def _made(sizes: Sizes) -> Path:
+    """Make the model unless it exists; return its directory."""
+    if sizes.shape == smollm2.SHAPE:
+        return smollm2.make()
+    if isinstance(sizes.shape, HybridShape):
+        return make_hybrid(sizes.models.resolve(), sizes.shape)
+    return make_model(sizes.models.resolve(), sizes.shape)
 
 
 def command(name: str, text: str, kind: type[Any]) -> Command:
@@ -558,9 +572,10 @@ def _conditions(arms: Sequence[Arm], sizes: Sizes, directory: Path) -> dict[str,
             f"writes limited by a control group to {sizes.target_mb_per_s} MB/s each"
         )
     if any(arm.url is None for arm in arms):
+        kind = sizes.shape.kind if isinstance(sizes.shape, HybridShape) else "Llama"
         real = sizes.shape == smollm2.SHAPE
         found["model"] = {
-            "name": f"{smollm2.NAME if real else 'random Llama'}, {sizes.dtype}",
+            "name": f"{smollm2.NAME if real else f'random {kind}'}, {sizes.dtype}",
             "parameters": sizes.shape.parameters,
             "kv_bytes_per_token": sizes.kv_bytes_per_token,
             "shape": asdict(sizes.shape),

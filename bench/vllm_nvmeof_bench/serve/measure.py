@@ -43,7 +43,7 @@ from vllm_nvmeof_bench.home import sync_file_system
 from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.serve.fleet import Run, ServerSettings, Sizes, arms_option, command
-from vllm_nvmeof_bench.servers.client import UNSTORED, Answer, Client, Hits, Tokens
+from vllm_nvmeof_bench.servers.client import UNSTORED, WRITTEN, Answer, Client, Hits, Tokens
 from vllm_nvmeof_bench.servers.server import on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option
 from vllm_nvmeof_bench.throttle import Throttle
@@ -105,6 +105,7 @@ class TtftSettings(ServerSettings):
         prompts = {place: tokens.draw(rng, place[1]) for place in places}
         first: dict[tuple[int, int], Answer] = {}
         emptied = run.conditions["gpu_cache_emptied"] = {}
+        written = run.conditions["written_bytes"] = {}
         total = 2 * len(fleet.clients) * len(places)
         for phase in ("cold", "back"):
             for place in places:
@@ -130,9 +131,12 @@ class TtftSettings(ServerSettings):
                             **hits.by_place,
                         )
                     )
-            for client in fleet.clients.values() if phase == "cold" else ():
-                fleet.run(client.settle())
-            if phase == "cold" and self.restart:
+            if phase == "back":
+                break
+            for arm, client in fleet.clients.items():
+                found = fleet.run(client.settle())
+                written[arm] = sum(found.value(name) for name in WRITTEN)
+            if self.restart:
                 fleet.restart()
 
 

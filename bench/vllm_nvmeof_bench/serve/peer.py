@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
     CanonicalKVCaches,
@@ -33,8 +35,10 @@ _WAIT_S = 60.0
 class HostCopyWorker(OffloadingWorker):
     """A worker that copies blocks to and from chunks of `region`, in the order of submission."""
 
-    def __init__(self, geometry: ChunkGeometry, region: Any, chunk_stride_bytes: int) -> None:
-        self._geometry = geometry
+    def __init__(
+        self, groups: Sequence[ChunkGeometry], region: Any, chunk_stride_bytes: int
+    ) -> None:
+        self._groups = groups
         self._region = region
         self._base = int(region.base_tensor.data_ptr())
         self._stride = chunk_stride_bytes
@@ -75,15 +79,25 @@ class HostCopyWorker(OffloadingWorker):
 
     def _submit(self, job: int, way: Direction, gpu: GPULoadStoreSpec, chunks: Any) -> None:
         assert isinstance(chunks, BlockIDsLoadStoreSpec)
-        assert len(gpu.group_sizes) == 1, "made for models of one group"
         pieces = self._pieces(gpu, chunks.block_ids)
         ticket = self._copy.submit(way, pieces, None)
         self._jobs[ticket] = (job, int(pieces[:, 2].sum()), time.monotonic())
 
     def _pieces(self, gpu: GPULoadStoreSpec, chunks: Any) -> Descriptors:
-        first = gpu.block_indices[0] % self._geometry.blocks_per_chunk
-        pieces = self._geometry.pieces_by_chunk(gpu.block_ids, int(first), len(chunks))
-        return pieces.at([self._base + chunk * self._stride for chunk in chunks.tolist()])
+        """Return the descriptors of a job; blocks and chunks are in the order of groups."""
+        found: list[Descriptors] = []
+        block = chunk = 0
+        for one, count, index in zip(self._groups, gpu.group_sizes, gpu.block_indices, strict=True):
+            first = int(index) % one.blocks_per_chunk
+            number = -(-(first + count) // one.blocks_per_chunk) if count else 0
+            if count:
+                blocks = gpu.block_ids[block : block + count]
+                pieces = one.pieces_by_chunk(blocks, first, number)
+                mine = chunks[chunk : chunk + number].tolist()
+                found.append(pieces.at([self._base + at * self._stride for at in mine]))
+            block, chunk = block + count, chunk + number
+        assert (block, chunk) == (len(gpu.block_ids), len(chunks)), "blocks or chunks are left"
+        return np.concatenate(found)
 
     def _collect(self) -> None:
         for ticket, _ in self._copy.poll():
@@ -114,6 +128,10 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
             )
             for one in kv_caches.tensors
         ]
+        groups = [
+            ChunkGeometry([tensors[ref.tensor_idx] for ref in refs], self.blocks_per_chunk)
+            for refs in kv_caches.group_data_refs
+        ]
         region = SharedOffloadRegion(
             engine_id=self._engine_id,
             num_chunks=self.num_chunks,
@@ -121,5 +139,4 @@ class HostTieringOffloadingSpec(TieringOffloadingSpec):  # type: ignore[misc]
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        geometry = ChunkGeometry(tensors, self.blocks_per_chunk)
-        return HostCopyWorker(geometry, region, self.kv_bytes_per_chunk)
+        return HostCopyWorker(groups, region, self.kv_bytes_per_chunk)

@@ -40,6 +40,11 @@ _OURS = "vllm:nvmeof_loaded_tokens_total"
 _THEIRS = ("vllm:prompt_tokens_cached_by_source_total", ("host", "disk"))
 #: The counter of chunks that our servers did not store, by reason.
 UNSTORED = "vllm:nvmeof_unstored_chunks_total"
+#: Counters of bytes written to our pool, and to the second tier of vLLM's tiering.
+WRITTEN = (
+    "vllm:nvmeof_target_written_bytes_total",
+    "vllm:kv_offload_tiering_write_bytes_total",
+)
 #: Gauges of work that continues after the last answer: those of ours, and of vLLM's tiering.
 _BUSY = (
     "vllm:nvmeof_writes_pending",

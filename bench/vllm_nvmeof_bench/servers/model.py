@@ -58,6 +58,11 @@ class ModelShape:
         return self.layers * 2 * self.kv_heads * self.head_dim * 4
 
     @property
+    def groups(self) -> int:
+        """The number of KV cache groups, which have equally many layers."""
+        return 1
+
+    @property
     def parameters(self) -> int:
         """The number of weights, including two norms per layer and a final one."""
         random = sum(math.prod(dims) for _, dims, _ in _tensors(self))
@@ -80,7 +85,7 @@ def make_model(root: Path, shape: ModelShape | None = None) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=root))
     _write_weights(partial / "model.safetensors", shape)
-    _write_tokenizer(partial, shape)
+    write_tokenizer(partial, shape)
     (partial / "config.json").write_text(json.dumps(_config(shape), indent=1))
     (partial / "generation_config.json").write_text(json.dumps({"do_sample": False}))
     try:
@@ -167,7 +172,7 @@ def _write_weights(file_path: Path, shape: ModelShape) -> None:
     save_file(tensors, str(file_path), metadata={"format": "pt"})
 
 
-def _write_tokenizer(directory: Path, shape: ModelShape) -> None:
+def write_tokenizer(directory: Path, shape: ModelShape) -> None:
     """Write a byte-level tokenizer: 256 bytes, then pairs of letters until `shape.vocab`."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 

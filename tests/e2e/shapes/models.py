@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random models of many shapes, and adapters, from the classes of `transformers`.
 
-Weights are drawn as in `demo/model.py`: attention is peaked, so that the answer depends on the
-whole context and a wrong KV byte changes it.
+`vllm_nvmeof_bench.servers.hybrid` draws their weights.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from vllm_nvmeof_bench.servers.hybrid import write_hybrid
 from vllm_nvmeof_bench.servers.model import ModelShape, make_model
 
 from tests.e2e import servers as rig
@@ -242,45 +242,11 @@ def make(kind: str) -> Path:
 
 
 def _write(config: Any, directory: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-
     is_image_model = hasattr(config, "image_token_index")
-    kind = AutoModelForImageTextToText if is_image_model else AutoModelForCausalLM
-    torch.manual_seed(20261121)
-    model = kind.from_config(config, dtype=torch.float32)
-    with torch.no_grad():
-        for name, weights in model.named_parameters():
-            _draw(name, weights, tied=config.get_text_config().tie_word_embeddings)
-    model.save_pretrained(directory)
-    tokenizer = make_model(MODELS, SHAPE)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(tokenizer / file, directory / file)
+    write_hybrid(config, directory, SHAPE, images=is_image_model)
     if is_image_model:
         _name_as_vllm_does(directory / "model.safetensors")
         _write_processor(directory)
-
-
-def _draw(name: str, weights: Any, *, tied: bool) -> None:
-    """Draw a matrix's weights; other vectors stay as the class made them."""
-    if name.endswith(
-        ("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")
-    ):
-        weights.fill_(0.5)
-    elif tied and name in ("model.norm.weight", "model.embedding_norm.weight"):
-        # The small embeddings of a tied model give small logits; the last norm scales them up.
-        weights.fill_(15.0)
-    if weights.ndim != 2:
-        return
-    unit = weights.shape[1] ** -0.5
-    std = unit
-    if "embed_tokens" in name:
-        std = SHAPE.embed_std * (unit if tied else 1.0)
-    elif "lm_head" in name:
-        std = SHAPE.logit_std * unit
-    elif "q_proj" in name:
-        std = SHAPE.query_gain * unit
-    weights.normal_(0.0, std)
 
 
 def _name_as_vllm_does(file: Path) -> None:

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -67,11 +68,13 @@ def bench(
 
 
 def test_ttft_from_beginning_to_end(tmp_path: Path) -> None:
-    with MadeUpServer() as one, MadeUpServer(resets=False, skew=1) as two:
+    written = 'vllm:nvmeof_target_written_bytes_total{target="a"} 1228800\n'
+    with MadeUpServer(page=written) as one, MadeUpServer(resets=False, skew=1) as two:
         options = ("--lengths", "100,200", "--rounds", "2")
         text, content = bench(tmp_path, "ttft", [one, two], *options)
     samples = content["samples"]
     assert len(samples) == 2 * 2 * 2 * 2
+    assert re.search(r"KiB per token\s*\n.*\n\s*a\s+2\.0\s", text), "of 600 tokens"
     back = [row for row in samples if row["phase"] == "back"]
     assert all(row["cpu"] == row["length"] for row in back if row["arm"] == "a")
     assert all(row["gpu"] == row["length"] for row in back if row["arm"] == "b")
@@ -568,6 +571,16 @@ def test_on_the_cpu_engine_the_model_is_small(
     assert 50 * sizes.shape.parameters < large
 
 
+@pytest.mark.parametrize(("model", "groups"), [("gemma3", 6), ("lfm2", 3)])
+def test_sizes_count_the_blocks_of_every_group(model: str, groups: int, tmp_path: Path) -> None:
+    sizes = TtftSettings(model=model, lengths=(1024,), rounds=1).sizes()
+    assert sizes.shape.groups == groups
+    assert sizes.chunk_bytes * groups == BLOCK_TOKENS * sizes.shape.kv_bytes_per_token
+    assert sizes.slots(1024) == 1024 // BLOCK_TOKENS * groups
+    spec = server_spec(arms_of(["none"], ())[0], sizes, tmp_path, tmp_path)
+    assert spec.gpu_blocks - 1 == sizes.gpu_tokens // BLOCK_TOKENS * groups
+
+
 BLOCKS, PAGE, PER_CHUNK, CHUNKS = 12, 4096, 2, 5
 
 
@@ -581,22 +594,24 @@ def test_stored_bytes_are_loaded_into_other_blocks() -> None:
     region = SimpleNamespace(
         base_tensor=SimpleNamespace(data_ptr=lambda: memory.ctypes.data), cleanup=lambda: None
     )
-    worker = peer.HostCopyWorker(ChunkGeometry(tensors, PER_CHUNK), region, memory.strides[0])
+    groups = [ChunkGeometry(tensors, PER_CHUNK), ChunkGeometry(tensors[:1], PER_CHUNK)]
+    worker = peer.HostCopyWorker(groups, region, memory.strides[0])
     try:
-        gpu = base.GPULoadStoreSpec([7, 1, 4], group_sizes=(3,), block_indices=(0,))
-        cpu = base.BlockIDsLoadStoreSpec([3, 0])
+        gpu = base.GPULoadStoreSpec([7, 1, 4, 5], group_sizes=(3, 1), block_indices=(0, 2))
+        cpu = base.BlockIDsLoadStoreSpec([3, 0, 2])
         assert worker.submit_store(10, gpu, cpu)
         worker.wait({10})
         [result] = worker.get_finished()
-        assert (result.job_id, result.success, result.transfer_size) == (10, True, 3 * 2 * PAGE)
+        assert (result.job_id, result.success, result.transfer_size) == (10, True, 7 * PAGE)
         cache[:] = 0
-        # From the middle of the first chunk: blocks 1 and 2 of what was stored.
-        back = base.GPULoadStoreSpec([2, 9], group_sizes=(2,), block_indices=(1,))
+        # From the middle of the first chunk: blocks 1 and 2 of what was stored, and a group's only.
+        back = base.GPULoadStoreSpec([2, 9, 11], group_sizes=(2, 1), block_indices=(1, 2))
         assert worker.submit_load(11, cpu, back)
         end_s = time.monotonic() + 120
         while not (done := worker.get_finished()) and time.monotonic() < end_s:
             worker.wait({11})
         assert [one.job_id for one in done] == [11]
         assert np.array_equal(cache[:, [2, 9]], before[:, [1, 4]])
+        assert np.array_equal(cache[:, 11], [before[0, 5], np.zeros(PAGE)])
     finally:
         worker.shutdown()
