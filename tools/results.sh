@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: Apache-2.0
 # Runs benchmarks that need neither a GPU nor existing servers, and prints README.md and
-# docs/benchmarks.md with their figures. Without names it measures whole servers, in 40 minutes,
-# during which nothing else should run. It needs root, because a control group throttles the
-# stand-in for an NVMe-oF target. TRACES: a folder of kv-cache-tester's traces, for replay.
+# docs/benchmarks.md with their figures, and how long each part took. Nothing else should run
+# meanwhile. Without names it measures what README.md shows, in some 40 minutes; with TRACES, a
+# folder of kv-cache-tester's traces, it measures replay too. It needs root, because a control group
+# throttles the stand-in for an NVMe-oF target. LIFEBOAT=1 compares with lifeboatcache too.
 #
 #   tools/results.sh [RESULTS_DIR [DISK_DIR [NAME…]]]     NAME: part to measure, such as turns
 set -euo pipefail
@@ -13,37 +14,50 @@ bash tools/bench_setup.sh
 results=${1:-bench/results}
 disk=${2:-build/bench/disk}
 names=("${@:3}")
-[ ${#names[@]} -gt 0 ] || names=(turns turns-smollm2 restart beyond ${TRACES:+replay})
+lifeboat=${LIFEBOAT:+,lifeboat}
+[ ${#names[@]} -gt 0 ] || names=(ttft restart turns beyond ${TRACES:+replay})
 bench=(.venv/bin/vllm-nvmeof bench)
+if [ -n "${LIFEBOAT:-}" ]; then # beside this package, not among its dependencies
+    .venv/bin/uv pip install --quiet --python .venv --no-deps --target build/lifeboat \
+        lifeboatcache==0.1.11 zstandard
+    export PYTHONPATH=$PWD/build/lifeboat
+fi
 
 # measure NAME COMMAND…: runs a benchmark; a failure does not stop the others.
 measure() {
     local name=$1
     shift
     [[ " ${names[*]} " == *" $name "* ]] || return 0
+    local begun_s=$SECONDS
     echo "== $name"
     "${bench[@]}" "$@" --json "$results/$name.json" || failed+=("$name")
+    echo "== $name took $((SECONDS - begun_s)) s"
 }
 
 failed=()
+measure ttft serve ttft --dir "$disk" --model smollm2 --arms full,pool,peer_full,peer \
+    --lengths 1024,4096 --rounds 8
+measure restart serve ttft --dir "$disk" --model smollm2 --lengths 4096 --restart \
+    --arms pool,peer --rounds 8
 measure turns serve turns --dir "$disk" --model medium --arms none,pool,target,peer --rounds 8 \
     --first-tokens 320 --grow-tokens 96
 measure turns-smollm2 serve turns --dir "$disk" --model smollm2 --arms pool,peer --concurrency 8 \
-    --rounds 8
-measure restart serve ttft --dir "$disk" --model smollm2 --lengths 4096 --restart \
-    --arms pool,peer --rounds 8
+    --first-tokens 256 --grow-tokens 80 --rounds 8
 measure beyond serve hits --dir "$disk" --model medium --count 4 --prompt-tokens 4000 --rates 100 \
-    --third-tokens 2400 --drive --arms none,pool,peer,target,peer_target --rounds 8
+    --third-tokens 2400 --drive --arms none,pool,peer,target,peer_target$lifeboat --rounds 8
+for model in gemma3 lfm2; do
+    measure "hybrid-$model" serve ttft --dir "$disk" --model "$model" --lengths 4096 \
+        --arms pool,peer --rounds 8
+done
 measure replay replay "${TRACES:-none}" --dir "$disk" --model medium --arms none,third,pool,peer \
-    --rounds 5 --duration 30 --sessions 16 --users 6 --ramp 1 --time-scale 0.05 --think-max 3 \
+    --rounds 8 --duration 20 --sessions 16 --users 6 --ramp 1 --time-scale 0.05 --think-max 3 \
     --block-tokens 2 --context-max 4000 --gpu-tokens 8192 --third-tokens 6000
-measure ttft serve ttft --dir "$disk" --model smollm2 --rounds 6
-measure hits serve hits --dir "$disk" --rounds 5
+measure hits serve hits --dir "$disk" --rates 0,100 --rounds 8
 measure stall serve stall --dir /dev/shm/stall --rounds 11
 measure moving serve moving --dir /dev/shm/moving --rounds 6 --turns 5
 measure pool pool --dir "$disk" --rounds 3 --blocks 64KiB,512KiB,2MiB
 measure latency latency --target "local=$disk" --throttle 100 --jobs 1,2 --rounds 5
-measure peers peers --dir "$disk" --rates 400:400,200:600 --idle-s 20
+measure peers peers --dir "$disk" --rates 400:400,200:600 --idle-s 20 --rounds 8
 measure hotpath hotpath
 if [ "$results" = bench/results ]; then
     "${bench[@]}" report README.md
