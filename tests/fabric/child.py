@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from .loadspec import LoadSpec, OpEnd
+from .report import LoadSpec, OpEnd
 from .subject import run_load
 
 REAP_S_MAX = 60.0

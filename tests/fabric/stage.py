@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from .child import LoadProcess
-from .loadspec import LoadSpec
 from .network_fs import NetworkFs
 from .nvmet import Fabric, Timeouts, run
+from .report import LoadSpec
 
 LOOK_S = 0.1
 #: Between two looks at sysfs, which take a third of an emulated processor if made each `LOOK_S`.

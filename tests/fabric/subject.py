@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 
 from tests.chunks import Reported, batch_of, identity_of, place_in, rows_of
-from tests.fabric.loadspec import LoadSpec, OpEnd
 from tests.fabric.modules import PYTHON
+from tests.fabric.report import LoadSpec, OpEnd
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.child import child_command
 from vllm_nvmeof_offload.config import Tuning

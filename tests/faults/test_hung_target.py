@@ -19,7 +19,7 @@ from tests.unit.follow.kit import KEYSPACE, OURS, open_engine, row
 from tests.unit.follow.test_follower import followers_of
 from tests.unit.pool.kit import name as pool_name
 from tests.unit.pool.kit import put
-from tests.unit.pool.test_pool_lock import Held
+from tests.unit.pool.test_ownership import Held
 from vllm_nvmeof_offload.errors import DEADLINE, OK
 from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.native import ForeignReader

@@ -21,8 +21,7 @@ from .owners import Owners, with_owners
 from .peers import with_peers, with_serving
 from .rank import Output, SimRank
 from .requests import Clients, Request
-from .retention_rules import SavedRetention
-from .rules import Rules
+from .rules import Rules, SavedRetention
 from .scheduler import SimScheduler
 from .shapes import RankSet, shaped, with_sets
 from .store import NAMED_WEIGHTS, VERSIONS, RankStore

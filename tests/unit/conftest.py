@@ -1,10 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
+
 from __future__ import annotations
 
+import importlib.util
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from tests.unit.fabrics.trees import Tree
 from tests.unit.imported_vllm import ImportedVllm
 
 
@@ -14,3 +19,13 @@ def imported_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Imported
     process = ImportedVllm(tmp_path_factory.mktemp("imported-vllm"))
     yield process
     process.close()
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Tree:
+    return Tree(tmp_path / "machine")
+
+
+# Put the benchmarks of a checkout, in `bench/`, on the import path.
+if importlib.util.find_spec("vllm_nvmeof_bench") is None:
+    sys.path.insert(0, str(Path(__file__).parents[2] / "bench"))

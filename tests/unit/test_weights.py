@@ -1,17 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Equal weights give equal digests; different small tensors give different ones, in any header."""
+"""The identity of the weights: digests, names, and how replaced weights are noticed."""
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.vllm_adapter.weights import weights_digest
+from tests.process import wait_until
+from tests.unit.adapter.test_deployment import _config
+from vllm_nvmeof_offload.config import WEIGHTS_SEEN
+from vllm_nvmeof_offload.errors import ConfigError, IntegrationError
+from vllm_nvmeof_offload.vllm_adapter import new_weights
+from vllm_nvmeof_offload.vllm_adapter.deployment import Deployment, describe, note_weights
+from vllm_nvmeof_offload.vllm_adapter.new_weights import NAME_WEIGHTS, WHOLE, check_version
+from vllm_nvmeof_offload.vllm_adapter.weights import Adapters, weights_digest
 
 SMALL_BYTES = 64 << 10
 
@@ -217,3 +225,537 @@ def test_the_bytes_read_of_a_large_shard_are_bounded(tmp_path: Path) -> None:
     safetensors(tmp_path / "model.safetensors", sizes)
     assert (tmp_path / "model.safetensors").stat().st_size > 5_000_000_000
     assert 1 << 20 < bytes_read(tmp_path) < 4 << 20
+
+
+# Weights replaced while a server starts: the loaded weights differ from the files on disk.
+
+
+def _version(directory: Path, byte: int) -> Path:
+    directory.mkdir(parents=True)
+    (directory / "config.json").write_text("{}")
+    (directory / "model.safetensors").write_bytes(bytes([byte]) * 4096)
+    return directory
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A model that is reached by a link: `current/model`, beside a newer version of it."""
+    _version(tmp_path / "v1" / "model", 1)
+    _version(tmp_path / "v2" / "model", 2)
+    (tmp_path / "current").symlink_to(tmp_path / "v1")
+    return tmp_path / "current" / "model"
+
+
+def flip_the_link(model: Path) -> None:
+    top = model.parent.parent
+    (top / "fresh").symlink_to(top / "v2")
+    (top / "fresh").rename(top / "current")
+
+
+def rename_the_directory(model: Path) -> None:
+    model.rename(model.with_name("old"))
+    (model.parent.parent / "v2" / "model").rename(model)
+
+
+def rename_one_above(model: Path) -> None:
+    top = model.parent.parent
+    (top / "v1").rename(top / "old")
+    (top / "v2").rename(top / "v1")
+
+
+def write_in_place(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"new" * 9)
+
+
+def copy_with_its_times(model: Path) -> None:
+    """As `cp -p` and `rsync -a` do: size and time of modification as before."""
+    file = model / "model.safetensors"
+    was = file.stat()
+    fresh = model / "fresh"
+    fresh.write_bytes(b"n" * was.st_size)
+    os.utime(fresh, ns=(was.st_atime_ns, was.st_mtime_ns))
+    fresh.rename(file)
+
+
+def add_a_shard(model: Path) -> None:
+    (model / "model-2.safetensors").write_bytes(b"more")
+
+
+def remove_all(model: Path) -> None:
+    model.rename(model.with_name("gone"))
+
+
+DEPLOYMENTS: list[Callable[[Path], None]] = [
+    flip_the_link,
+    rename_the_directory,
+    rename_one_above,
+    write_in_place,
+    copy_with_its_times,
+    add_a_shard,
+    remove_all,
+]
+
+
+def _noted(config: Any, noted: dict[str, str] | None = None) -> dict[str, str]:
+    extra: dict[str, Any] = {WEIGHTS_SEEN: noted or {}}
+    note_weights(config, extra)
+    stamps: dict[str, str] = extra[WEIGHTS_SEEN]
+    return stamps
+
+
+def _rank(config: Any, stamps: dict[str, str]) -> Deployment:
+    return describe(config, "0.32.0", stamps=stamps)
+
+
+@pytest.mark.parametrize("deploy", DEPLOYMENTS)
+def test_files_replaced_after_their_stamp_are_not_trusted(
+    model: Path, deploy: Callable[[Path], None]
+) -> None:
+    config = _config(str(model))
+    stamps = _noted(config)
+    assert _rank(config, stamps).replaced() == ()
+    deploy(model)
+    (why,) = _rank(config, stamps).replaced()
+    assert why == f"files of {model} were replaced while the server started"
+    if model.exists():  # the next start is of what is there now
+        assert _rank(config, _noted(config)).replaced() == ()
+
+
+def test_replaced_weights_have_the_keyspace_of_a_server_of_the_new_ones(
+    model: Path,
+) -> None:
+    """This is why nothing may be adopted: its KV would come from the old weights."""
+    config = _config(str(model))
+    stamps = _noted(config)
+    flip_the_link(model)
+    started = _rank(config, stamps)
+    later = _rank(config, _noted(config))
+    assert started.keyspace(pages=[1]).digest == later.keyspace(pages=[1]).digest
+    assert started.replaced() and not later.replaced()
+
+
+def test_ranks_that_start_at_different_times_agree(model: Path) -> None:
+    """All ranks compare with the one stamp from before any of them."""
+    config = _config(str(model))
+    stamps = _noted(config)
+    early = _rank(config, stamps)
+    flip_the_link(model)
+    late = _rank(config, stamps)
+    assert early.replaced() == late.replaced() != ()
+
+
+def test_a_model_keeps_its_first_stamp(model: Path) -> None:
+    """vLLM completes copies of the configuration while it loads the model."""
+    config = _config(str(model))
+    stamps = _noted(config)
+    flip_the_link(model)
+    assert _noted(config, stamps) == stamps
+    assert _noted(_config("org/name"), {}) == {}
+
+
+def test_code_and_drafters_are_stamped_too(model: Path, tmp_path: Path) -> None:
+    config = _config(str(model))
+    draft = _config(str(_version(tmp_path / "drafter", 3))).model_config
+    config.speculative_config = type(
+        "Speculative",
+        (),
+        {
+            "method": "draft_model",
+            "draft_model_config": draft,
+            "target_model_config": config.model_config,
+            "draft_load_config": None,
+        },
+    )
+    config.model_config.trust_remote_code = True
+    stamps = _noted(config)
+    assert set(stamps) == {str(model), str(tmp_path / "drafter")}
+    (model / "modeling.py").write_text("")
+    write_in_place(tmp_path / "drafter")
+    assert len(_rank(config, stamps).replaced()) == 2
+    config.model_config.trust_remote_code = False
+    assert len(_rank(config, stamps).replaced()) == 1
+
+
+# -- without our plugin no stamp exists: the time of change decides ------------------------
+
+
+def _began_now(tmp_path: Path) -> float:
+    """A time after every change so far, as the file system's coarse clock counts."""
+    probe = tmp_path / "probe"
+    probe.touch()
+    began_s = probe.stat().st_ctime
+
+    def has_ticked() -> bool:
+        os.utime(probe)
+        return probe.stat().st_ctime > began_s
+
+    wait_until("a tick of the file system's clock", has_ticked)
+    return probe.stat().st_ctime
+
+
+@pytest.mark.parametrize("deploy", DEPLOYMENTS[:2] + DEPLOYMENTS[3:6])
+def test_unstamped_newer_files_are_not_trusted(
+    model: Path, tmp_path: Path, deploy: Callable[[Path], None]
+) -> None:
+    config = _config(str(model))
+    began_s = _began_now(tmp_path)
+    assert describe(config, "0.32.0", began_s=began_s).replaced() == ()
+    deploy(model)
+    (why,) = describe(config, "0.32.0", began_s=began_s).replaced()
+    assert why.endswith("was written while this process started")
+
+
+def test_a_hub_model_has_no_files_to_be_newer() -> None:
+    config = _config("org/name", "aaaa")
+    assert describe(config, "0.32.0", began_s=0.0).replaced() == ()
+
+
+# Naming the weights of a running server, and the order in which the name is reported.
+
+
+CHANGED, NAMED = "changed", "named"
+
+
+class Connector:
+    """Our connector. events: what was reported to it, and what the workers did, in order."""
+
+    def __init__(self, *, trusts: bool = False) -> None:
+        self.trusts_weight_version = trusts
+        self.events: list[tuple[str, str]] = []
+
+    def weights_may_have_changed(self, call: str, *, known: bool) -> None:
+        self.events.append((CHANGED, call))
+
+    def name_weights(self, version: str) -> str:
+        self.events.append((NAMED, version))
+        return f"it is {version}"
+
+
+def engine(connector: Any, *, has_versions: bool = True) -> Any:
+    """An engine whose workers know some methods, and note their arguments."""
+
+    class EngineCore:
+        def __init__(self) -> None:
+            self.scheduler = SimpleNamespace(connector=connector)
+            self.asked: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+
+        def collective_rpc(
+            self, method: str, timeout: Any = None, args: Any = (), kwargs: Any = None
+        ) -> list[str]:
+            if method == NAME_WEIGHTS:
+                raise NotImplementedError(method)
+            self.asked.append((method, tuple(args), dict(kwargs or {})))
+            if args == ("fail",):
+                raise RuntimeError("half way")
+            return ["done"]
+
+        def add_lora(self, lora_request: Any) -> None: ...
+
+        def add_request(self, request: Any) -> None: ...
+
+    if has_versions:
+
+        def set_weight_version(self: Any, weight_version: str) -> None:
+            self.version = weight_version
+
+        EngineCore.set_weight_version = set_weight_version  # type: ignore[attr-defined]
+    new_weights.install(EngineCore)
+    return EngineCore()
+
+
+def test_our_call_names_the_weights_without_the_workers() -> None:
+    connector = Connector()
+    core = engine(connector)
+    assert core.collective_rpc(NAME_WEIGHTS, None, ["step-1"]) == ["it is step-1"]
+    assert core.collective_rpc(NAME_WEIGHTS, kwargs={"version": "a/b:2"}) == ["it is a/b:2"]
+    assert connector.events == [(NAMED, "step-1"), (NAMED, "a/b:2")]
+    assert core.asked == []
+
+
+def test_an_engine_without_our_connector_does_not_know_our_call() -> None:
+    for connector in (None, SimpleNamespace()):
+        with pytest.raises(NotImplementedError):
+            engine(connector).collective_rpc(NAME_WEIGHTS, args=("step-1",))
+
+
+@pytest.mark.parametrize("method", sorted(WHOLE))
+def test_the_last_call_of_an_update_names_what_it_has_loaded(method: str) -> None:
+    connector = Connector()
+    core = engine(connector)
+    given = {"weights_path": "/there", "weights_version": "step-2"}
+    assert core.collective_rpc(method, kwargs=given) == ["done"]
+    assert core.asked == [(method, (), {"weights_path": "/there"})]
+    assert connector.events == [(CHANGED, method), (NAMED, "step-2")]
+    assert given["weights_version"] == "step-2", "the caller's"
+
+
+def test_what_has_failed_is_not_named() -> None:
+    connector = Connector()
+    core = engine(connector)
+    with pytest.raises(RuntimeError, match="half way"):
+        core.collective_rpc("reload_weights", None, ("fail",), {"weights_version": "step-2"})
+    assert connector.events == [(CHANGED, "reload_weights")]
+
+
+@pytest.mark.parametrize("method", sorted(new_weights.KNOWN_TO_CHANGE - WHOLE))
+def test_a_piece_of_an_update_is_not_named(method: str) -> None:
+    """Weights are those of the name only when the last piece has come."""
+    connector = Connector()
+    core = engine(connector)
+    with pytest.raises(ConfigError, match=f"'step-2': {method} is not the last .* afterwards"):
+        core.collective_rpc(method, kwargs={"weights_version": "step-2"})
+    assert (connector.events, core.asked) == ([], []), "nothing was begun"
+
+
+def test_an_argument_of_a_users_own_function_is_its_own() -> None:
+    connector = Connector()
+    core = engine(connector)
+    core.collective_rpc("my_update", kwargs={"weights_version": 5})
+    assert core.asked == [("my_update", (), {"weights_version": 5})]
+    assert connector.events == [(CHANGED, "my_update")]
+
+
+@pytest.mark.parametrize("trusts", [True, False])
+def test_vllms_own_name_counts_only_where_it_is_trusted(trusts: bool) -> None:
+    connector = Connector(trusts=trusts)
+    core = engine(connector)
+    core.collective_rpc("finish_weight_update")
+    core.set_weight_version("step-3")
+    assert core.version == "step-3"
+    assert connector.events == [
+        (CHANGED, "finish_weight_update"),
+        *([(NAMED, "step-3")] if trusts else []),
+    ]
+
+
+def test_a_name_of_vllm_that_is_none_of_ours_is_refused_where_it_is_trusted() -> None:
+    core = engine(Connector(trusts=True))
+    with pytest.raises(ConfigError, match="weight_version='step 3'"):
+        core.set_weight_version("step 3")
+    assert not hasattr(core, "version")
+    engine(Connector()).set_weight_version("step 3")
+
+
+def test_a_vllm_without_versions_is_accepted() -> None:
+    connector = Connector(trusts=True)
+    engine(connector, has_versions=False).collective_rpc("reload_weights")
+    assert connector.events == [(CHANGED, "reload_weights")]
+
+
+GOOD = ["1", "step-1200", "run/7:step.3@sha+x=y_z", "a" * 128]
+BAD = [
+    ("", "must begin with a letter or digit"),
+    ("-1", "must begin with a letter or digit"),
+    ("step 2", "letters, digits"),
+    ("step-2\n", "letters, digits"),
+    ("step\x002", "letters, digits"),
+    ("Schritt-zwölf", "letters, digits"),
+    ("a" * 129, "has 129 characters; use at most 128"),
+    (1200, "must be a string"),
+    (None, "must be a string"),
+    (b"step-2", "must be a string"),
+]
+
+
+@pytest.mark.parametrize("version", GOOD)
+def test_a_name_is_taken_as_it_is(version: str) -> None:
+    assert check_version("name", version) == version
+
+
+@pytest.mark.parametrize(("version", "remedy"), BAD)
+def test_a_bad_name_is_refused_with_its_value_and_the_remedy(version: Any, remedy: str) -> None:
+    connector = Connector()
+    core = engine(connector)
+    calls: list[dict[str, Any]] = [
+        {"method": NAME_WEIGHTS, "args": (version,)},
+        {"method": "reload_weights", "kwargs": {"weights_version": version}},
+    ]
+    for call in calls:
+        with pytest.raises(ConfigError, match=remedy) as refused:
+            core.collective_rpc(**call)
+        assert repr(version) in str(refused.value)
+    assert (connector.events, core.asked) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [((), {}), (("a", "b"), {}), (("a",), {"version": "b"}), ((), {"name": "a"})],
+)
+def test_our_call_has_one_argument(args: tuple[str, ...], kwargs: dict[str, str]) -> None:
+    with pytest.raises(ConfigError, match="give one argument"):
+        engine(Connector()).collective_rpc(NAME_WEIGHTS, None, args, kwargs)
+
+
+# Only calls of vLLM's engine that can change weights are reported to our connector.
+
+
+class Watching:
+    """Our connector, as far as calls are reported to it."""
+
+    def __init__(self) -> None:
+        self.reported: list[tuple[str, bool]] = []
+
+    def weights_may_have_changed(self, call: str, *, known: bool) -> None:
+        self.reported.append((call, known))
+
+
+def watched(connector: Any, loads: Callable[[], object] = bool) -> Any:
+    """An engine whose workers answer with what they were asked."""
+
+    class EngineCore:
+        def __init__(self) -> None:
+            self.scheduler = SimpleNamespace(connector=connector)
+
+        def collective_rpc(self, method: Any, timeout: float | None = None, args: Any = ()) -> Any:
+            if args == ("fail",):
+                raise RuntimeError("half way")
+            return [method, timeout, args]
+
+        def add_lora(self, lora_request: Any) -> bool:
+            loads()
+            return bool(lora_request)
+
+        def add_request(self, request: Any, request_wave: int = 0) -> None:
+            pass
+
+    new_weights.install(EngineCore)
+    new_weights.install(EngineCore)  # wrapped once, so reported once
+    return EngineCore()
+
+
+@pytest.mark.parametrize("method", sorted(new_weights.KNOWN_TO_CHANGE))
+def test_calls_that_change_weights_are_reported_as_known(method: str) -> None:
+    connector = Watching()
+    assert watched(connector).collective_rpc(method, 2.0, ("x",)) == [method, 2.0, ("x",)]
+    assert connector.reported == [(method, True)]
+
+
+@pytest.mark.parametrize("method", sorted(new_weights.HARMLESS))
+def test_calls_that_change_no_weights_are_not_reported(method: str) -> None:
+    connector = Watching()
+    assert watched(connector).collective_rpc(method) == [method, None, ()]
+    assert connector.reported == []
+
+
+def test_a_users_own_call_may_change_weights() -> None:
+    def reload_weights(worker: Any) -> None:  # a function that is named like a method
+        pytest.fail("the engine of this test calls nothing")
+
+    connector = Watching()
+    core = watched(connector)
+    core.collective_rpc("apply_model")
+    core.collective_rpc(reload_weights)
+    assert connector.reported == [("apply_model", False), ("reload_weights", False)]
+
+
+def test_a_failed_call_is_reported_too() -> None:
+    connector = Watching()
+    with pytest.raises(RuntimeError, match="half way"):
+        watched(connector).collective_rpc("update_weights", args=("fail",))
+    assert connector.reported == [("update_weights", True)]
+
+
+def make_adapter(directory: Path, weights: bytes) -> Path:
+    directory.mkdir(exist_ok=True)
+    (directory / "adapter_config.json").write_text("{}")
+    (directory / "adapter_model.safetensors").write_bytes(weights)
+    return directory
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    return make_adapter(tmp_path / "tuned", b"old")
+
+
+def lora(number: int, path: Path, *, name: str = "tuned", load_inplace: bool = False) -> Any:
+    return SimpleNamespace(
+        lora_name=name, lora_int_id=number, lora_path=str(path), load_inplace=load_inplace
+    )
+
+
+def test_an_adapter_that_replaces_another_is_reported(adapter: Path) -> None:
+    connector = Watching()
+    core = watched(connector)
+    core.add_lora(lora(1, adapter))
+    assert connector.reported == []
+    core.add_lora(lora(1, adapter, load_inplace=True))
+    assert connector.reported == [("add_lora with load_inplace", True)]
+
+
+def test_an_adapter_loaded_again_with_other_files_is_reported(adapter: Path) -> None:
+    """Unloaded, overwritten and loaded again: another number, and the same block hashes."""
+    connector = Watching()
+    core = watched(connector)
+    for number in (1, 2):
+        core.add_lora(lora(number, adapter))
+        core.collective_rpc("remove_lora", args=(number,))
+    core.add_lora(lora(3, adapter, name="another"))
+    assert connector.reported == []
+    (adapter / "adapter_model.safetensors").write_bytes(b"new")
+    core.add_lora(lora(4, adapter))
+    assert connector.reported == [("add_lora with different files", True)]
+    core.add_lora(lora(5, adapter))
+    assert len(connector.reported) == 1
+
+
+def test_an_adapter_that_only_requests_name_is_reported(adapter: Path) -> None:
+    """Offline `add_lora` is not called: the workers load the adapter that a request names."""
+    connector = Watching()
+    core = watched(connector)
+    for number in (1, 1, 2):
+        core.add_request(SimpleNamespace(lora_request=lora(number, adapter)), 7)
+    core.add_request(SimpleNamespace(lora_request=None))
+    assert connector.reported == []
+    adapter.rename(adapter.with_name("old"))
+    make_adapter(adapter, b"new")
+    core.add_request(SimpleNamespace(lora_request=lora(2, adapter)))
+    assert connector.reported == [], "the workers have that one already"
+    core.add_request(SimpleNamespace(lora_request=lora(3, adapter)))
+    reported = ("a request for an adapter with different files", True)
+    assert connector.reported == [reported]
+
+
+def test_files_that_change_while_they_are_read_are_not_known(adapter: Path) -> None:
+    connector = Watching()
+    core = watched(connector, loads=lambda: make_adapter(adapter, b"meanwhile"))
+    core.add_lora(lora(1, adapter))
+    core.add_lora(lora(2, adapter))
+    assert connector.reported == [("add_lora with different files", True)]
+
+
+def test_an_adapter_of_a_hub_may_have_moved() -> None:
+    connector = Watching()
+    core = watched(connector)
+    core.add_lora(lora(1, Path("org/adapter")))
+    assert connector.reported == []
+    core.add_lora(lora(2, Path("org/adapter")))
+    assert connector.reported == [("add_lora with different files", True)]
+
+
+def test_adapters_that_were_forgotten_count_as_new() -> None:
+    adapters = Adapters(adapters_max=2)
+    changed = [adapters.note(lora(n, Path(f"/{n}")), "same") for n in (1, 2, 1, 3, 1, 3)]
+    assert changed == [False, False, False, True, False, False]
+
+
+def test_our_connector_is_found_among_several() -> None:
+    connector = Watching()
+    core = watched(SimpleNamespace(sub_connectors=[SimpleNamespace(), connector]))
+    core.collective_rpc("reload_weights")
+    assert connector.reported == [("reload_weights", True)]
+
+
+@pytest.mark.parametrize("connector", [None, SimpleNamespace()])
+def test_other_engines_are_not_wrapped(connector: Any) -> None:
+    assert watched(connector).collective_rpc("reload_weights") == ["reload_weights", None, ()]
+
+
+def test_an_engine_without_a_scheduler_yet_is_accepted() -> None:
+    core = watched(None)
+    del core.scheduler
+    assert core.collective_rpc("load_model") == ["load_model", None, ()]
+
+
+def test_an_unexpected_engine_is_refused() -> None:
+    with pytest.raises(IntegrationError, match="EngineCore has no collective_rpc"):
+        new_weights.install(type("EngineCore", (), {}))

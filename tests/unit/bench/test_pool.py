@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench pool`: goals on made-up samples, statistics, and real runs of every arm that is here."""
+"""`bench pool`: goals on made-up samples, statistics, and real runs of every available arm; the
+rig of `bench copy` and `bench peers`."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -11,6 +13,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,8 @@ from vllm_nvmeof_bench.pool import (
 )
 from vllm_nvmeof_bench.reports.pool import ARMS, CASES, KINDS, Sample, goals
 from vllm_nvmeof_bench.results import BenchError, Goal, median_of, missed, percentile
+from vllm_nvmeof_bench.rig import Rig, measure_arm
+from vllm_nvmeof_bench.rig import Settings as RigSettings
 
 from tests.process import wait_until
 from tests.unit.bench.made_up import ROUNDS, everything, rounds
@@ -342,3 +347,35 @@ def test_too_little_space_is_reported_before_anything_is_written(tmp_path: Path)
     with pytest.raises(BenchError, match="give another --dir"):
         run(Settings(directory=tmp_path, arms=("ours_threads",), bytes_per_round=1 << 60))
     assert list(tmp_path.iterdir()) == []
+
+
+# The rig of `bench copy` and `bench peers`: real loads of tiny sizes, and wrong bytes.
+
+
+TINY = RigSettings(
+    (0.5, 4),
+    tier_bytes=MIB,
+    chunk_bytes=64 * KIB,
+    block_bytes=16 * KIB,
+    pause_s=0.0,
+)
+
+
+def test_settings_split_the_tier_as_the_product_does() -> None:
+    settings = RigSettings((0.25, 8))
+    assert (settings.cache_slots, settings.stream_slots) == (128, 42)
+    assert (settings.chunks(0.25), settings.chunks_max) == (32, 1024)
+
+
+@pytest.mark.parametrize("engine", ["auto", "threads"])
+def test_every_arm_moves_the_bytes_that_were_written(tmp_path: Path, engine: str) -> None:
+    with contextlib.closing(Rig(tmp_path, replace(TINY, io_engine=engine))) as rig:
+        rig.write_all()
+        for arm in ("ours", "two_phase", "read"):
+            for count in map(TINY.chunks, TINY.sizes):
+                seconds, cpu_s = measure_arm(rig, arm, count)
+                assert seconds > 0 and cpu_s >= 0
+        rig._written = rig._written.copy()
+        rig._written[0] ^= 0xFF
+        with pytest.raises(BenchError, match="differ from the written bytes"):
+            measure_arm(rig, "ours", TINY.chunks(0.5))

@@ -18,7 +18,7 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.traces import Pace, Request, read_trace
 
-from tests.unit.bench.trace_files import agentic, mooncake
+from tests.unit.bench.made_up import agentic, mooncake
 
 _IDS = st.lists(st.integers(0, 1 << 24), max_size=6, unique=True)
 

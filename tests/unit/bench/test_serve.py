@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench serve`: whole runs on made-up servers, the client, the arms, vLLM's tiering."""
+"""`bench serve`: `ttft`, `hits`, `turns`, `moving` and `stall` on made-up servers and samples; the
+client, the arms, vLLM's tiering."""
 
 from __future__ import annotations
 
@@ -11,20 +12,38 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
+from vllm_nvmeof_bench.benchmark import report_of
 from vllm_nvmeof_bench.home import drop_logs
 from vllm_nvmeof_bench.report import Table
 from vllm_nvmeof_bench.reports import serve as report
+from vllm_nvmeof_bench.reports.moving import (
+    OURS,
+    PEER,
+    STICKY,
+    Sample,
+    different,
+    goals,
+    ratio_of_found,
+    ratio_of_tokens,
+    ratio_of_ttft,
+    tokens_per_s,
+)
 from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample, ratio_of_cpu
-from vllm_nvmeof_bench.results import BenchError, load, rows_in
+from vllm_nvmeof_bench.reports.stall import ALONE, BACK, IN_GPU, PHASES
+from vllm_nvmeof_bench.reports.stall import Sample as GapSample
+from vllm_nvmeof_bench.reports.stall import goals as stall_goals
+from vllm_nvmeof_bench.results import BenchError, Goal, load, rows_in
 from vllm_nvmeof_bench.serve import fleet, measure
 from vllm_nvmeof_bench.serve.fleet import (
     ARMS,
@@ -36,9 +55,12 @@ from vllm_nvmeof_bench.serve.fleet import (
     server_spec,
 )
 from vllm_nvmeof_bench.serve.measure import HitSettings, TtftSettings, prompts_of, read_times
+from vllm_nvmeof_bench.serve.moving import Settings, server_of
+from vllm_nvmeof_bench.serve.stall import Settings as StallSettings
+from vllm_nvmeof_bench.serve.stall import Watched, Window
 from vllm_nvmeof_bench.servers import client as client_module
 from vllm_nvmeof_bench.servers import engine
-from vllm_nvmeof_bench.servers.client import Client, Hits, Metrics, Tokens
+from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Metrics, Tokens
 from vllm_nvmeof_bench.servers.server import group_cpu_s, split_extra
 
 from tests.unit.bench.made_up_server import SEPARATOR, MadeUpServer
@@ -615,3 +637,317 @@ def test_stored_bytes_are_loaded_into_other_blocks() -> None:
         assert np.array_equal(cache[:, 11], [before[0, 5], np.zeros(PAGE)])
     finally:
         worker.shutdown()
+
+
+# `bench serve moving`: its arithmetic on made-up samples, and a run against made-up servers.
+
+
+ROUNDS, CONVERSATIONS, TURNS = 5, 2, 3
+CONDITIONS = {"settings": {"conversations": 2, "turns": 3}, "arms": {"ours-0": {"says": "ours"}}}
+
+
+def arm(name: str, slowness: float = 1.0, found: int = 100) -> list[Sample]:
+    """Prompts of 100 tokens, the first of which nobody has; turns differ in their times."""
+    return [
+        Sample(
+            arm=name, round=number, conversation=which, turn=turn, server=f"{name}-0",
+            ttft_s=slowness * (turn + 1), end_s=slowness * (turn + 1.5), prompt_tokens=100,
+            answer_tokens=10, gpu=0, cpu=found // 2 if turn else 0, pool=0,
+            shared=found - found // 2 if turn else 0, other=0, digest=f"{number} {which} {turn}",
+            failure=None,
+        )
+        for number in range(1, ROUNDS + 1)
+        for which in range(CONVERSATIONS)
+        for turn in range(TURNS)
+    ]  # fmt: skip
+
+
+def everything(peer: float = 1.0, sticky: float = 0.95, found: int = 80) -> list[Sample]:
+    return [*arm(OURS), *arm(STICKY, sticky), *arm(PEER, peer, found)]
+
+
+def test_ratios_are_paired_by_turn_and_by_round() -> None:
+    samples = everything(peer=2.0)
+    ttft, tokens, found = (
+        of(samples, OURS, PEER) for of in (ratio_of_ttft, ratio_of_tokens, ratio_of_found)
+    )
+    assert ttft and tokens and found
+    assert (median(ttft), len(ttft)) == (pytest.approx(0.5), ROUNDS * CONVERSATIONS * (TURNS - 1))
+    assert (median(tokens), len(tokens)) == (pytest.approx(2.0), ROUNDS)
+    assert (median(found), len(found)) == (pytest.approx(1.25), ROUNDS)
+    assert ratio_of_ttft(arm(OURS), OURS, PEER) == []
+    only_first_turns = [one for one in samples if one.turn == 0]
+    assert ratio_of_ttft(only_first_turns, OURS, PEER) == [], "nobody has those"
+    assert ratio_of_found(only_first_turns, OURS, PEER) == []
+
+
+def test_a_failed_answer_takes_time_and_counts_no_tokens() -> None:
+    whole = arm(OURS)[:2]
+    failed = [whole[0], replace(whole[1], failure="x", ttft_s=None)]
+    assert tokens_per_s(whole) == pytest.approx(220 / 4.0)
+    assert tokens_per_s(failed) == pytest.approx(110 / 4.0)
+    assert tokens_per_s([]) is None
+
+
+def test_different_answers_are_counted() -> None:
+    samples = everything()
+    turns = ROUNDS * CONVERSATIONS * TURNS
+    assert different(samples) == (0, 2 * turns)
+    assert different([*samples[:-1], replace(samples[-1], digest="other")]) == (1, 2 * turns)
+
+
+def test_every_goal_can_be_missed() -> None:
+    assert [goal.reached for goal in goals(everything(), CONDITIONS)] == [True] * 8
+    slower = goals(everything(peer=0.9), CONDITIONS)
+    assert [goal.reached for goal in slower] == [False, False, *[True] * 6]
+    assert goals(everything(found=101), CONDITIONS)[2].reached is False
+    behind_sticky = goals(everything(sticky=0.8), CONDITIONS)
+    assert [goal.reached for goal in behind_sticky[3:5]] == [False, False]
+    wrong = everything()
+    wrong[-1] = replace(wrong[-1], digest="other", failure=None)
+    assert goals(wrong, CONDITIONS)[6].reached is False
+    wrong[-1] = replace(wrong[-1], failure="x", ttft_s=None)
+    assert goals(wrong, CONDITIONS)[7].reached is False
+    assert {goal.reached for goal in goals([], {})} == {None}
+
+
+def test_turns_alternate_and_sticky_ones_stay() -> None:
+    assert [server_of(OURS, 0, turn) for turn in range(3)] == ["ours-0", "ours-1", "ours-0"]
+    assert [server_of(PEER, 1, turn) for turn in range(2)] == ["peer-1", "peer-0"]
+    assert {server_of(STICKY, 3, turn) for turn in range(6)} == {"ours-1"}
+
+
+def test_two_servers_share_a_directory_and_each_tier_holds_a_quarter() -> None:
+    settings = Settings()
+    sizes, servers = settings.sizes(), settings.servers()
+    assert [one.name for one in servers] == ["ours-0", "ours-1", "peer-0", "peer-1"]
+    specs = [server_spec(one, sizes, Path("m"), Path(one.directory)) for one in servers]
+    ours, theirs = specs[0].offload, specs[2].offload
+    assert ours is not None and theirs is not None
+    assert ours == specs[1].offload
+    assert ours.extra["targets"] == ["ours"]
+    assert theirs.extra["secondary_tiers"] == [{"type": "fs", "root_dir": "peer"}]
+    every = settings.conversations * sizes.request_tokens_max
+    assert sizes.tokens_of("third") == every // 4
+    assert specs[0].gpu_tokens < 2 * sizes.request_tokens_max
+    assert theirs.transfer["engine_id"] != specs[3].offload.transfer["engine_id"]  # type: ignore[union-attr]
+
+
+SHORT = ("--first-tokens", "80", "--grow-tokens", "70", "--rounds", "1", "--think-s", "0")
+
+
+def test_a_whole_run_on_servers_that_are_given(tmp_path: Path) -> None:
+    path = tmp_path / "out" / "moving.json"
+    with ExitStack() as stack:
+        names = ("ours-0", "ours-1", "peer-0", "peer-1")
+        servers = {name: stack.enter_context(MadeUpServer()) for name in names}
+        urls = [w for name, one in servers.items() for w in ("--base-url", f"{name}={one.url}")]
+        files = ["--dir", str(tmp_path / "disk"), "--json", str(path)]
+        sizes = ["--conversations", "2", "--turns", "3", *SHORT]
+        done = CliRunner().invoke(app, ["bench", "serve", "moving", *urls, *files, *sizes])
+    assert done.exit_code == 0, done.output
+    rows = rows_in(json.loads(path.read_text()))
+    assert len(rows) == 3 * 2 * 3
+    assert {row["server"] for row in rows if row["arm"] == PEER} == {"peer-0", "peer-1"}
+    for row in rows:  # a made-up server has what it was asked before, and no other one's
+        came_back = row["turn"] == 2 or (row["turn"] == 1 and row["arm"] == STICKY)
+        assert row["gpu"] == 0, "GPU memory was emptied"
+        if came_back:
+            assert row["cpu"] == row["prompt_tokens"]
+    assert "answers that differ between arms: 0 of 12" in done.output
+
+
+def test_a_missing_server_is_named(tmp_path: Path) -> None:
+    with MadeUpServer() as one:
+        files = ["--dir", str(tmp_path / "disk"), "--json", str(tmp_path / "m.json")]
+        urls = ["--base-url", f"ours-0={one.url}"]
+        done = CliRunner().invoke(app, ["bench", "serve", "moving", *urls, *files, *SHORT])
+    assert done.exit_code == 2
+    assert "no server ours-1, peer-0, peer-1" in done.output
+
+
+# `bench serve stall`: gaps and goals on made-up samples, and a round with a made-up server.
+
+
+STALLED = {
+    "prompt_chunks": 3072,
+    "prompt_tokens": 98_305,
+    "settings": {"decoding": 8},
+    "arms": {"full": {"says": "our CPU tier, holds all, and pool"}},
+}
+
+
+def every_gap() -> list[GapSample]:
+    """Three rounds of every arm and phase, made up so that all goals are reached."""
+    longest = {"none": 4000.0, "full": 20.0, "pool": 28.0, "peer_full": 60.0}
+    return [
+        GapSample(
+            arm,
+            phase,
+            number,
+            [5.0, gap * share if phase == BACK else 9.0],
+            400,
+            2.0,
+            None if phase == ALONE else 0.5,
+            cpu=98_304 if arm == "full" and phase == BACK else 0,
+            same=None if phase == ALONE else True,
+        )
+        for arm, gap in longest.items()
+        for phase in PHASES
+        for number, share in enumerate((0.9, 1.0, 1.5))
+    ]
+
+
+def row(samples: Sequence[GapSample], start: str) -> Goal:
+    (found,) = (goal for goal in stall_goals(samples, STALLED) if goal.name.startswith(start))
+    return found
+
+
+def test_goals_are_of_the_longest_gaps_medians() -> None:
+    found = row(every_gap(), "longest gap beside a load")
+    assert (found.measured, found.n, found.reached) == (pytest.approx(20 / 60), 3, True)
+    slow = [
+        replace(one, gaps_ms=[99.0, 1.0]) if (one.arm, one.phase) == ("full", BACK) else one
+        for one in every_gap()
+    ]
+    assert row(slow, "longest gap beside a load").reached is False
+    assert row([], "longest gap beside a load").reached is None
+
+
+def test_a_load_may_add_two_steps_to_the_longest_gap() -> None:
+    samples = every_gap()
+    assert row(samples, "steps that a load from the CPU tier").measured == pytest.approx(1.1)
+    assert row(samples, "steps that a load from the pool").measured == pytest.approx(1.9)
+    faster = [replace(one, tokens=800) if one.phase == ALONE else one for one in samples]
+    found = row(faster, "steps that a load from the pool")
+    assert (found.measured, found.n, found.reached) == (pytest.approx(3.8), 3, False)
+    assert row([], "steps that a load from the pool").reached is None
+
+
+def test_a_wrong_answer_or_a_short_prompt_misses_a_goal() -> None:
+    assert [goal.reached for goal in stall_goals(every_gap(), STALLED)] == [True] * 5
+    wrong = [replace(one, same=one.same and one.arm != "pool") for one in every_gap()]
+    assert row(wrong, "answers that differ").measured == 6
+    short = stall_goals(every_gap(), STALLED | {"prompt_chunks": 256})
+    assert [goal.reached for goal in short] == [True, True, True, False, True]
+
+
+def test_a_gap_across_the_sending_is_one_beside_the_prompt() -> None:
+    times = [[0.0, 1.0, 1.5, 4.5, 4.6, 9.0], [0.0, 1.2, 1.9, 4.8, 9.0]]
+    first = Answer(0.0)
+    asked = [[Answer(0.0, times=one)] for one in times]
+    alone = Window(asked, 1.4, 4.0).sample("full", ALONE, 0, first)
+    assert alone.gaps_ms == [500.0, 700.0]
+    assert (alone.tokens, alone.seconds, alone.same) == (2, pytest.approx(2.6), None)
+    answer = Answer(4.0, times=[4.55])
+    beside = Window(asked, 4.0, 4.55, answer).sample("full", BACK, 0, first)
+    assert beside.gaps_ms == [3000.0, 2900.0]
+    assert beside.gap_ms == 3000
+    late = Window(asked, 4.55, 4.7, answer).sample("full", BACK, 0, first)
+    assert late.gaps_ms == [4400.0, 2900.0], "a gap that begins beside it counts whole"
+
+
+def test_servers_hold_all_that_runs_at_once() -> None:
+    settings = StallSettings(rounds=2)
+    sizes = settings.sizes()
+    assert settings.prompt_tokens == 3072 * BLOCK_TOKENS + 1
+    assert sizes.request_tokens_max >= settings.prompt_tokens
+    assert sizes.shape.positions_max > sizes.request_tokens_max
+    assert sizes.gpu_tokens > settings.prompt_tokens + 8 * 4096
+    assert (
+        sizes.slots(sizes.tokens_of("third"))
+        < settings.chunks
+        < sizes.slots(sizes.tokens_of("all"))
+    )
+    with pytest.raises(BenchError, match="chunks must be at least 1"):
+        StallSettings(chunks=0)
+
+
+class MadeUpClient:
+    """Decodes a token per 2 ms; while the prompt is under way it stalls for 60 ms."""
+
+    def __init__(self) -> None:
+        self.forgot = 0
+        self.cancelled = 0
+        self.stalled = False
+        self.found = Hits()
+
+    async def forget_gpu(self) -> bool:
+        self.forgot += 1
+        return True
+
+    async def hits(self) -> Hits:
+        return self.found
+
+    async def attempt(self, prompt: list[int], tokens: int, into: Answer | None = None) -> Answer:
+        if into is None:
+            answer = Answer(sent=time.perf_counter(), tokens=[7], tokens_out=1)
+            self.stalled = True
+            await asyncio.sleep(0.06)
+            self.stalled = False
+            answer.times.append(time.perf_counter())
+            self.found = Hits(cpu=len(prompt))
+            return answer
+        try:
+            while len(into.times) < tokens:
+                await asyncio.sleep(0.002)
+                if not self.stalled:
+                    into.times.append(time.perf_counter())
+            into.ended = time.perf_counter()
+            into.tokens_out = tokens
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return into
+
+
+@pytest.mark.parametrize("phase", [BACK, IN_GPU])
+def test_a_round_sees_the_stall_and_ends_the_requests(phase: str) -> None:
+    client: Any = MadeUpClient()
+    watched = Watched(client, phase, [[1], [2]], [5] * 100)
+    alone, found = asyncio.run(watched.run(0.1))
+    first = Answer(0.0, tokens=[7])
+    before, beside = (one.sample("a", phase, 0, first) for one in (alone, found))
+    assert len(before.gaps_ms) == len(beside.gaps_ms) == 2
+    assert min(beside.gaps_ms) >= 55
+    assert before.tokens > beside.tokens
+    assert (beside.cpu, beside.same, beside.ttft_s) == (100, True, pytest.approx(0.06, abs=0.05))
+    assert before.ttft_s is None
+    assert (client.forgot, client.cancelled) == (int(phase == BACK), 2)
+
+
+def test_requests_that_end_before_the_prompt_begin_again_and_are_counted() -> None:
+    client: Any = MadeUpClient()
+    watched = Watched(client, BACK, [[1], [2], [3], [4]], [5] * 100, tokens_max=20)
+    alone, found = asyncio.run(watched.run(0.5))
+    before, beside = (one.sample("a", BACK, 0, Answer(0.0)) for one in (alone, found))
+    assert before.restarts >= 4
+    assert before.tokens > 20, "they go on decoding"
+    assert beside.gap_ms >= 55, "not all of them begin again at the same time"
+    tables = report_of("stall").tables
+    assert any("finished decoding" in str(one) for one in tables([before, beside], STALLED))
+    assert not any("finished decoding" in str(one) for one in tables(every_gap(), STALLED))
+
+
+def test_the_time_between_two_requests_is_no_gap() -> None:
+    ended, again = Answer(0.0, times=[1.0, 1.5]), Answer(1.5, times=[4.0, 4.2])
+    found = Window([[ended, again]], 0.5, 5.0).sample("a", ALONE, 0, Answer(0.0))
+    assert (found.gaps_ms, found.tokens, found.restarts) == ([500.0], 4, 1)
+    inside = Window([[ended, again]], 2.0, 3.0).sample("a", ALONE, 0, Answer(0.0))
+    assert (inside.gaps_ms, inside.restarts) == ([0.0], 1)
+    before = Window([[ended, again]], 0.5, 1.2).sample("a", ALONE, 0, Answer(0.0))
+    assert before.restarts == 0
+
+
+def test_a_request_that_fails_ends_the_run() -> None:
+    class Failing(MadeUpClient):
+        async def attempt(
+            self, prompt: list[int], tokens: int, into: Answer | None = None
+        ) -> Answer:
+            answer = await super().attempt(prompt, 10 if into else tokens, into)
+            answer.failure = "HTTP 503" if into else None
+            return answer
+
+    watched = Watched(Failing(), BACK, [[1]], [5] * 100)  # type: ignore[arg-type]
+    with pytest.raises(BenchError, match="decoding request failed: HTTP 503"):
+        asyncio.run(watched.run(0.1))

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.unit.follow.foreign_rig import NONE, Others
+from tests.unit.follow.kit import NONE, Others
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
     CHECKSUM_MISMATCH,

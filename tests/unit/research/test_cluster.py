@@ -25,7 +25,7 @@ from research.cluster.measure import Settings, carried, run
 from research.cluster.paper import capacity, gains, goals, rows
 from research.cluster.report import Sample
 from research.cluster.tiers import Sizes, Tiers
-from tests.unit.bench.trace_files import agentic, mooncake
+from tests.unit.bench.made_up import agentic, mooncake
 from vllm_nvmeof_offload import native
 from vllm_nvmeof_offload.manager.load_or_recompute import Decision
 
