@@ -31,8 +31,7 @@ from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.servers import smollm2
 from vllm_nvmeof_bench.servers.client import Client, Tokens
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
-from vllm_nvmeof_bench.servers.hybrid import HybridShape, make_hybrid
-from vllm_nvmeof_bench.servers.model import ModelShape, make_model
+from vllm_nvmeof_bench.servers.model import HybridShape, ModelShape, make_hybrid, make_model
 from vllm_nvmeof_bench.servers.server import (
     BLOCK_TOKENS,
     STREAM_SLOTS,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tiny random models of many shapes, and adapters, from the classes of `transformers`.
 
-`vllm_nvmeof_bench.servers.hybrid` draws their weights.
+`vllm_nvmeof_bench.servers.model` draws their weights.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from vllm_nvmeof_bench.servers.hybrid import write_hybrid
-from vllm_nvmeof_bench.servers.model import ModelShape, make_model
+from vllm_nvmeof_bench.servers.model import ModelShape, make_model, write_hybrid
 
 from tests.e2e import servers as rig
 
