@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +20,14 @@ def imported_vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Imported
     process = ImportedVllm(tmp_path_factory.mktemp("imported-vllm"))
     yield process
     process.close()
+
+
+@pytest.fixture
+def file() -> Iterator[int]:
+    """The memory of a foreign table."""
+    fd = os.memfd_create("foreign", os.MFD_CLOEXEC)
+    yield fd
+    os.close(fd)
 
 
 @pytest.fixture

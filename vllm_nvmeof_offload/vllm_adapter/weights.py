@@ -368,7 +368,7 @@ def _unknown_format(load: Any, foreign_code: Collection[str]) -> str:
     if name == "dummy":
         return "the weights are dummies"
     if name not in FILE_FORMATS:
-        return f"load format {name} may read weights from files other than the model's"
+        return f"load format {name} may read weights from elsewhere, not from the model's files"
     if name in foreign_code:
         return f"load format {name} has a loader that is not vLLM's own"
     options = load.model_loader_extra_config

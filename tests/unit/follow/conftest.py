@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,14 +11,6 @@ import pytest
 
 from tests.unit.follow.kit import Following, open_engine
 from vllm_nvmeof_offload.pool.pool import Pool
-
-
-@pytest.fixture
-def file() -> Iterator[int]:
-    """The memory of a foreign table."""
-    fd = os.memfd_create("foreign", os.MFD_CLOEXEC)
-    yield fd
-    os.close(fd)
 
 
 @pytest.fixture

@@ -119,4 +119,4 @@ def test_a_policy_that_does_not_work_fails_the_trial(name: str, message: str) ->
     result = checked(f"policies_of_a_user:{name}")
     assert result.exit_code == 2
     assert message in result.stderr
-    assert f"eviction_policy='policies_of_a_user:{name}': is not an eviction" in result.stderr
+    assert f"eviction_policy='policies_of_a_user:{name}': not an eviction" in result.stderr

@@ -831,6 +831,7 @@ def test_a_killed_renewer_has_a_successor_in_a_server_with_many_descriptors(
 SERVER = """
 import sys
 from pathlib import Path
+from tests.unit.pool.test_ownership import Held
 held = Held(Path(sys.argv[1]))
 keeping = held.keep()
 held.await_beat()
