@@ -1,19 +1,19 @@
 // SPDX-License-Identifier: Apache-2.0
-// Copies many pieces, each too small for the copy engines, between GPU memory and pinned host
-// memory. NVRTC compiles this at run time, without includes. No thread waits for another, and no
-// two pieces overlap. `copy_blocks_reference` defines the result; `copy_blocks` is the kernel in
-// use.
+// Kernels that copy many pieces, each too small for the copy engines, between GPU memory and pinned
+// host memory. NVRTC compiles this file at run time, without includes. No thread waits for another,
+// and no two pieces overlap. `copy_blocks_reference` defines the result; `copy_blocks` is the
+// kernel in use.
 
 typedef unsigned long long u64;
 
-// A row of the host's table: uint64[n, 3].
+// A row of the table in host memory: uint64[n, 3].
 struct Piece {
   u64 destination;
   u64 source;
   u64 bytes;
 };
 
-// One byte per thread, one piece per thread block.
+// Each thread block copies one piece at a time, one byte per thread.
 extern "C" __global__ void copy_blocks_reference(const Piece* pieces, u64 count) {
   for (u64 i = blockIdx.x; i < count; i += gridDim.x) {
     char* destination = reinterpret_cast<char*>(pieces[i].destination);
@@ -22,10 +22,10 @@ extern "C" __global__ void copy_blocks_reference(const Piece* pieces, u64 count)
   }
 }
 
-// One warp copies `bytes`. Each lane issues kWordsInFlight loads before its first store, because
-// PCIe's bandwidth is the bytes in flight divided by the round-trip time, and only a few thread
-// blocks run, which leaves multiprocessors to the model. Streaming accesses keep the model's data
-// in the L2 cache.
+// One warp copies `bytes`. Each lane issues kWordsInFlight loads before its first store: PCIe
+// bandwidth is the number of bytes in flight divided by the round-trip time, and only a few thread
+// blocks run, to leave multiprocessors to the model. Streaming accesses keep the model's data in
+// the L2 cache.
 constexpr int kLanes = 32;
 constexpr int kWordsInFlight = 8;
 
@@ -47,9 +47,8 @@ __device__ void copy_by(char* destination, const char* source, u64 bytes, unsign
     destination[rest] = source[rest];
 }
 
-// Each warp copies parts, one after another. The host cuts long pieces, so that every warp has
-// work. The table is in host memory, so the row of the next part is fetched during the copy of this
-// one.
+// Each warp copies one part after another. The host splits long pieces so that every warp has work.
+// The table is in host memory, so the row for the next part is fetched while this one is copied.
 extern "C" __global__ void copy_blocks(const Piece* parts, u64 count) {
   const unsigned lane = threadIdx.x % kLanes;
   const u64 warps_per_block = blockDim.x / kLanes;

@@ -2,14 +2,14 @@
 // Computes the CRC-32C of parts of GPU memory, one warp per part. NVRTC compiles this at run time,
 // without includes. The host cuts pieces into parts and joins their CRCs (copy/gpu_checksums.py).
 //
-// Without its initial and final inversions, a CRC is linear: the CRC of a part is the XOR of the
-// CRCs of each lane's bytes, with zeros in place of the other lanes' bytes. Each lane writes one
+// Without its initial and final inversions, a CRC is linear: the CRC of a part is the XOR of one
+// CRC per lane, each computed with zeros in place of the other lanes' bytes. Each lane writes one
 // word per part, out[32 * part + lane], and the host computes the XOR of the 32 words.
 // `crc_blocks_reference` defines the result; `crc_blocks` is the kernel in use.
 
 typedef unsigned long long u64;
 
-// A row of the host's table: uint64[n, 2]. `source` is a multiple of 16, and `bytes` of 512.
+// A row of the host's table, uint64[n, 2]. `source` is a multiple of 16, `bytes` a multiple of 512.
 struct Part {
   u64 source;
   u64 bytes;
@@ -46,8 +46,8 @@ __device__ unsigned advance(const unsigned* mine, unsigned crc) {
   return found;
 }
 
-// Append a different number of zero bytes, using the image of each bit of `crc`. This is called
-// only a few times per part.
+// Append the number of zero bytes that `columns` represents: it holds the image of each bit of a
+// CRC. This is called only a few times per part.
 __device__ unsigned by_columns(const unsigned* columns, unsigned crc) {
   unsigned found = 0;
 #pragma unroll 8
@@ -55,8 +55,8 @@ __device__ unsigned by_columns(const unsigned* columns, unsigned crc) {
   return found;
 }
 
-// tables: uint32, from `gpu_checksums.kernel_tables`: [8][16] for 512 zero bytes, [32] for 4, and
-// [32 lanes][32] for the bytes after a lane's word in a stripe. At most 1024 threads per block.
+// tables: uint32, from `gpu_checksums.kernel_tables`: [8][16] to append 512 zero bytes, [32] for 4,
+// and [32 lanes][32] for the bytes after a lane's word in a stripe. At most 1024 threads per block.
 extern "C" __global__ void crc_blocks(const Part* parts, u64 count, const unsigned* tables,
                                       unsigned* out) {
   __shared__ unsigned table[kNibbles * kValues * kLanes];
