@@ -3,7 +3,7 @@
 // A fill (a store's copy, or a read into the slot) is exclusive; reads of the slot (a load's copy,
 // or a write to the pool) share it. A read states the content that it expects. If the slot holds
 // anything else, the read is STALE and does not access the slot: a write, for example, would store
-// wrong bytes with a valid CRC. Every call with `grants` appends the resulting grants, in order.
+// wrong bytes with a valid CRC. Calls that take `grants` append the resulting grants, in order.
 #pragma once
 
 #include <unordered_map>
@@ -30,7 +30,7 @@ class SlotGates {
   void ask(Task& task, Grants& grants);
   std::vector<Task*> fillers(int32_t slot) const;
   bool withdraw(Task& task, Grants& grants);
-  // Return whether a task is waiting to read the content that is being filled in.
+  // Return whether a task is waiting to read the content of the fill in progress.
   bool awaited(int32_t slot) const;
   // End the fill and release its buffer. A failed fill leaves the slot empty. crc: the payload's
   // CRC if the fill computed it, or -1. Later readers get it as `Task::payload_crc`.
@@ -43,7 +43,7 @@ class SlotGates {
   bool idle() const { return gates_.empty() && readers_in_all_ == 0; }
 
  private:
-  // A slot that is being filled, or for which tasks wait.
+  // A slot that is being filled, or for which tasks are waiting.
   struct Gate {
     Task* filler = nullptr;
     SlotContent filling;

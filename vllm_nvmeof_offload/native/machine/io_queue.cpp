@@ -19,7 +19,7 @@ uint32_t regions_number(uint16_t owner, size_t target) {
   return static_cast<uint32_t>(owner) << 16 | static_cast<uint32_t>(target);
 }
 
-// Return whether a failed read of another engine's region is no fault of the target: the slot was
+// Return whether a failed read of another engine's region is not the target's fault: the slot was
 // reused, or the files were removed or truncated.
 bool is_of_region(Outcome code, int error) {
   if (code != Outcome::IO_ERROR) return code != Outcome::OK;
@@ -83,7 +83,7 @@ void IoQueue::free_landed() {
   lanes_.landed(landed_);
   for (const uint64_t token : std::exchange(landed_, {})) {
     Flights::One* const one = in_flight_.find(token);
-    if (!one || one->late) continue;  // ended, or holds no place
+    if (!one || one->late) continue;  // ended, or no bound counts it any longer
     one->landed = true;
     const size_t bytes = transfer_bytes(*one->task);
     queue_of(*one->task).give_back(*one->task, one->urgency, bytes, now_ns_);
@@ -161,8 +161,7 @@ bool IoQueue::attached(uint16_t owner, int error) {
   return true;
 }
 
-// End or continue the tasks that wait for the engine's files. code, error: the outcome of its
-// ATTACH ops.
+// Requeue the reads that wait for the engine's files, and end its ATTACH ops with this outcome.
 void IoQueue::set_files(uint16_t owner, Files files, Outcome code, int error) {
   owners_[owner] = {files};
   std::vector<Task*> going;
@@ -264,7 +263,7 @@ void IoQueue::offer(Urgency urgency) {
     std::erase_if(going, [&](size_t target) { return !offer_one(target, urgency); });
 }
 
-// Hand over, fail or requeue one task. Return whether another task of this target may follow.
+// Hand over, fail or requeue one task. Return whether another task for this target may follow.
 bool IoQueue::offer_one(size_t target, Urgency urgency) {
   FairQueue& queue = queues_[target].queue(urgency);
   Task* const task = queue.peek();
@@ -380,7 +379,7 @@ void IoQueue::superblock_decided(const Flights::One& one, const LaneEnd& end) {
     unwritten.push_back({task.target, one.attachment, true, code, end.error, 0});
 }
 
-// Return the outcome of a read or write that must fail untried. Superblocks are always tried.
+// Return the outcome of a read or write that must fail without a try. Superblocks are always tried.
 std::optional<Outcome> IoQueue::refusal(const Task& task) const {
   if (!targets_[task.target].usable) return Outcome::DEADLINE;
   if (task.owner && files_of(task.owner) == Files::NONE) return Outcome::IO_ERROR;

@@ -12,10 +12,10 @@
 // Operations for an unusable target fail at once. Waiting operations also fail if the lane has
 // accepted none of their kind for the length of their time limit.
 //
-// A reset writes a target's superblock when no write to the target is awaited, and later writes
-// wait for its outcome. Reads and writes use the stamp that their target has when they are handed
-// over. From the start of a reset until the target is known to have the superblock (after an OK,
-// however late, or a reattachment, which writes it), the target's stamp has an epoch that no
+// A reset writes a target's superblock once no earlier write to the target is awaited; later writes
+// wait for the reset's outcome. Reads and writes use the stamp that their target has when they are
+// handed over. From the start of a reset until the target is known to have the superblock (after an
+// OK, however late, or a reattachment, which writes it), the target's stamp has an epoch that no
 // superblock names.
 //
 // A peer's lane has room for one read per credit. A peer must finish a read within half of the time
@@ -43,8 +43,8 @@ namespace nvmeof {
 
 struct IoOptions {
   size_t targets = 1;
-  size_t reads_max = 1;   // maximum reads of one target in the engine
-  size_t writes_max = 1;  // maximum writes to one target in the engine
+  size_t reads_max = 1;   // maximum number of reads from one target in the engine
+  size_t writes_max = 1;  // maximum number of writes to one target in the engine
   int64_t read_deadline_ns = 0;
   int64_t write_deadline_ns = 0;
   size_t header_bytes = 0;          // the size of a slot's header, before the payload
@@ -59,10 +59,10 @@ struct IoOptions {
   // stop the others. One operation of each kind may always start.
   size_t read_bytes_max = SIZE_MAX;
   size_t write_bytes_max = SIZE_MAX;               // an upper limit, see `TargetQueue::writes_at`
-  size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads of the target wait or run
+  size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads from the target wait or run
   Stamp stamp;                                     // of every target, until a reset
-  double serve_share = 1;             // maximum share of a target's reads and bytes for peers
-  size_t serve_bytes_max = SIZE_MAX;  // of reads for peers; half as much while loads read too
+  double serve_share = 1;             // maximum share of a target's reads and bytes used for peers
+  size_t serve_bytes_max = SIZE_MAX;  // for reads for peers; half that while loads also read
   size_t peers = 0;                   // the number of peer lanes, which follow the targets'
 };
 
@@ -73,11 +73,11 @@ struct IoEvent {
   int error = 0;
   bool released = true;
   int64_t ended_ns = 0;      // 0 if unknown
-  uint64_t peers_token = 0;  // the token of a peer's read, or 0 for an operation of a target
+  uint64_t peers_token = 0;  // the token of a peer's read, or 0 for an operation on a target
 };
 
 // The data for judging a target's health: counts since the last report, and outcomes in order,
-// except a success that follows another success in the same direction.
+// omitting each success that follows another success in the same direction.
 struct HealthCounts {
   uint32_t target, attachment;
   size_t began = 0, late = 0, released = 0, released_late = 0;
@@ -98,9 +98,9 @@ struct TransferCounts {
 struct PeerState {
   bool usable = false;
   size_t reads_max = 0;       // credits: how many of our reads it accepts at a time
-  double bytes_per_s = 0;     // the lower rate of its storage and network; 0 if unknown
-  uint64_t queued_bytes = 0;  // queued at the peer before our reads
-  uint64_t lost = 0;          // how often its session was lost or stalled
+  double bytes_per_s = 0;     // the lower of its storage and network rates; 0 if unknown
+  uint64_t queued_bytes = 0;  // queued at the peer ahead of our reads
+  uint64_t lost = 0;          // how often its session has been lost or has stalled
 };
 
 // The lane of a peer. A failed read still counts until it is released.
@@ -130,13 +130,13 @@ class Flights {
  public:
   struct One {
     uint64_t token = 0;
-    Task* task = nullptr;              // null if the place is free
-    Urgency urgency = Urgency::WRITE;  // the queue in which it holds a place until its outcome
+    Task* task = nullptr;              // null if this item is free
+    Urgency urgency = Urgency::WRITE;  // the queue whose bounds count it until its outcome
     bool is_reset = false;
     bool late = false;  // past its deadline or given up, but not released
     uint32_t attachment = 0;
     int64_t began_ns = 0;
-    bool landed = false;             // the device has completed it, so it holds no place
+    bool landed = false;             // the device has completed it, so no bound counts it
     uint8_t peer = Task::kAtNoPeer;  // as `Task::peer`
     size_t peer_bytes = 0;           // its bytes at the peer, valid even after its task has ended
     bool is_write() const { return is_reset || urgency == Urgency::WRITE; }
@@ -184,16 +184,16 @@ class IoQueue {
 
   IoQueue(const IoOptions& options, NativeLanes& lanes, NativeLanes* peer_lanes, int64_t now_ns);
 
-  // Queue a task: at the front if it already has a deadline, because a peer has then used part of
-  // its time. Reads for peers have deadlines too, but keep their order.
+  // Queue a task: at the front if it already has a deadline, because a peer has then used up part
+  // of its time. Reads for peers have deadlines too, but keep their order.
   void enqueue(Task& task);
   // Move a fetch to the queue of reads for loads, and charge it to the load that waits for it. If a
   // lane already has the fetch, only its retry is promoted.
   void promote(Task& task, uint64_t load);
   // Cancel a task. Returns true if it was still queued; otherwise its completion will follow.
   bool cancel(Task& task);
-  // Make reads from this engine wait for its files, for at most a read's deadline. Reads that come
-  // before the first call wait too. asked: the task of the op that requests the files, or null.
+  // Make reads from this engine wait for its files, for at most a read's time limit. Reads before
+  // the first call also wait. asked: the task of the op that requests the files, or null.
   void await_files(uint16_t owner, Task* asked);
   // Record that the lanes have the engine's files or, if `error` is an errno, could not get them;
   // reads then fail with ENOENT until the next `await_files`. Returns false if nothing awaits the
@@ -248,7 +248,7 @@ class IoQueue {
   double read_rate(size_t target);
   size_t targets() const { return targets_.size(); }
   uint64_t bytes_read(size_t target) const { return targets_[target].read_bytes; }
-  // Return the bytes ahead of a load's next read of this target: those of running reads, and a
+  // Return the bytes ahead of a load's next read from this target: those of running reads, and a
   // whole slot per waiting load or urgent fetch.
   uint64_t bytes_before(size_t target);
   // Return the bytes of waiting reads for peers, counted as whole slots.

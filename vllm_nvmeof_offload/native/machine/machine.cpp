@@ -142,7 +142,7 @@ void Machine::promote_fetches(const Task& load) {
 }
 
 void Machine::reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed) {
-  // No earlier write may follow the reset, wherever that write waits.
+  // No earlier write may take place after the reset, wherever it is waiting.
   for (auto& [number, job] : jobs_) {
     if (job->kind != OpKind::WRITE) continue;
     for (Task& task : job->tasks)
@@ -904,7 +904,7 @@ void Machine::serve(std::span<const uint64_t> tokens, const Columns& columns,
   }
 }
 
-// Answer the peer only at the release, when the slot is free: it cannot use an earlier outcome.
+// Answer the peer only upon release, when the slot is free: an earlier answer is of no use to it.
 void Machine::serve_event(const IoEvent& event) {
   Task& task = *event.task;
   const bool at_outcome = mutant("a_hung_serve_slot_is_free_at_the_outcome");

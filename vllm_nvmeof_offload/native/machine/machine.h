@@ -1,9 +1,9 @@
 // SPDX-License-Identifier: Apache-2.0
-// The worker's state machine for one rank's transfers between KV cache, staging and pool. It has no
-// thread or clock and calls no Python. `run` advances every chunk that can advance. The caller then
-// collects copies, operations, reports and finished jobs.
+// The worker's state machine for one rank's transfers between the KV cache, staging, and the pool.
+// It has no thread or clock and calls no Python. `run` advances every chunk that can advance. The
+// caller then collects copies, operations, reports and finished jobs.
 //
-// The steps of a chunk, by kind of job:
+// The steps that a chunk takes, by kind of job:
 //
 //     store   gate(fill) → copy → cache slot
 //     load    gate(read) → copy                         from a cache slot
@@ -25,7 +25,7 @@
 // other.
 //
 // A row may name one member of a set of ranks with equal bytes (one_copy.h). That rank, the holder,
-// performs the steps above. The other ranks do the following:
+// performs the steps above. The other ranks do the following instead:
 //
 //     store, write   nothing
 //     fetch          wait for the holder's fill
@@ -34,13 +34,13 @@
 // A peer may read a load's chunk from the pool instead: each peer is one more lane (io_queue.h).
 // `choose_lane` (lanes.h) chooses the lane when the chunk gets its stream slot. If the peer fails
 // in any way, this server reads the chunk itself, within the original deadline and with the usual
-// retry. It uses a different stream slot if the peer may still write into the first. A chunk for a
-// cache slot is pulled into a stream slot and copied after its verification, so that no late pull
-// can write into a cache slot.
+// retry. It uses a different stream slot if the peer may still write into the first one. A chunk
+// bound for a cache slot is pulled into a stream slot and copied once it has been verified, so that
+// no late pull can write into a cache slot.
 //
 // Conversely, this rank reads chunks for peers, from its own targets into serve slots, which follow
-// the stream slots in memory. These reads yield to the loads of this rank, appear in no report, and
-// end when nothing uses their slots.
+// the stream slots in memory. These reads yield to this rank's loads, appear in no report, and end
+// only when nothing uses their slots.
 #pragma once
 
 #include <map>
@@ -65,11 +65,11 @@ struct MachineOptions {
   IoOptions io;
   size_t cache_slots = 0;
   size_t stream_slots = 1;
-  uint64_t pool_slots = 0;  // 0 to skip the check of places
+  uint64_t pool_slots = 0;  // 0 to skip checking places
   SetOptions set;
   size_t serve_slots = 0;
-  size_t peer_chunks_min = 0;  // a load of fewer chunks uses no peer
-  bool copies_check = false;   // whether the copies of loads check payloads
+  size_t peer_chunks_min = 0;  // a load with fewer chunks uses no peer
+  bool copies_check = false;   // whether copies for loads check payloads
 };
 
 // The columns of a command, as in `protocol.ChunkBatch`.
@@ -83,14 +83,14 @@ struct Columns {
 };
 
 // The pieces of a store or load. rows: per piece, the KV cache address, offset in the payload, and
-// size. first: each row's first index, followed by the number of pieces.
+// size. first: the index of each row's first piece, followed by the number of pieces.
 struct Pieces {
   std::span<const uint64_t> rows;
   std::span<const uint32_t> first;
 };
 
-// Chunks to copy in one direction: all whose fences have passed, or all that wait for one fence.
-// pieces: as `Pieces::rows`, with staging addresses instead of offsets.
+// Chunks to copy in one direction: all chunks whose fences have passed, or all that wait for the
+// same fence. pieces: as `Pieces::rows`, with staging addresses instead of offsets.
 struct CopyBatch {
   uint64_t number = 0;
   uint64_t fence = 0;  // the fence that all chunks wait for, or 0 if their fences have passed
@@ -106,14 +106,14 @@ struct CopyBatch {
   std::vector<uint8_t> sampled;
 };
 
-// Chunks that peers have read, to be copied into their cache slots. rows: per chunk, the addresses
-// of cache slot and stream slot, and the size.
+// Chunks that peers have read, to be copied into their cache slots. rows: per chunk, the address of
+// its cache slot, that of its stream slot, and its size.
 struct LandingBatch {
   uint64_t number = 0;
   std::vector<uint64_t> rows;
 };
 
-// A report on rows of one op; see `protocol.OpReport`. An empty column counts as absent.
+// A report on rows of a single op; see `protocol.OpReport`. An empty column counts as absent.
 struct RowReport {
   // Return whether all rows of the op are OK and released, and none has a CRC.
   bool whole() const { return all_rows && codes.empty() && released.empty() && crcs.empty(); }
@@ -146,7 +146,7 @@ class Machine {
   Machine(const Machine&) = delete;
   Machine& operator=(const Machine&) = delete;
 
-  // -- commands. They throw BrokenRule on a programming error. fence: the fence that the copies of
+  // -- commands. They throw BrokenRule on a programming error. fence: the fence that the copies for
   // a store or load wait for, or 0. Fences are numbered in the order in which they pass.
   void begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
              const Pieces& pieces, uint64_t fence = 0);
@@ -154,11 +154,11 @@ class Machine {
   // row is OK as soon as one superblock is written, because the next start then voids the chunks on
   // all targets. If none can be written, the row fails with the last outcome.
   void reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
-  // Cancel rows of an op, or all if `rows` is null; they are still reported, and running DMA
+  // Cancel these rows of an op, or all if `rows` is null. They are still reported, and running DMA
   // continues. Stores, resets and attaches are never cancelled, because other ops need them.
   void cancel(uint64_t op, const std::vector<uint32_t>* rows);
-  // Make reads from engine `owner` wait for its files (`IoQueue::await_files`). `IoQueue::attached`
-  // decides the op's row, which otherwise fails after a read's deadline.
+  // Make reads from engine `owner` wait for its files (`IoQueue::await_files`). The op's row is
+  // decided by `IoQueue::attached`, or fails after the time limit for a read.
   void attach(uint64_t op, uint16_t owner);
 
   // -- progress. crcs: the CRC of each chunk's payload (in a load, of the bytes that arrived), or
@@ -169,8 +169,8 @@ class Machine {
     return found == copying_.end() ? 0 : found->second.size();
   }
   bool run();  // returns false if nothing more can advance now
-  // The next three return upper bounds on the tasks that the next `run` may advance, the chunks to
-  // copy, and the rows to report.
+  // The next three return upper bounds: on the number of tasks that the next `run` may advance, of
+  // chunks to copy, and of rows to report.
   size_t to_move();
   size_t to_copy() const;
   size_t to_report() const;
@@ -183,15 +183,14 @@ class Machine {
     return jobs_.empty() && gates_.idle() && !io.busy() && streams_.idle() &&
            (!set_ || set_->idle()) && served_.empty();
   }
-  // Return the same as `IoQueue::next_deadline_ns`, including tasks that wait for stream slots or
-  // other ranks.
+  // Like `IoQueue::next_deadline_ns`, but includes tasks waiting for stream slots or other ranks.
   int64_t next_deadline_ns();
   SetMember* set() { return set_ ? &*set_ : nullptr; }
 
   // -- peers
   void set_peer(size_t peer, const PeerState& state);
   bool peer_rests(size_t peer) const { return judge_.rests(peer, io.now_ns()); }
-  // Let only these peers (a bit for each) read for this load, which has just begun.
+  // Let only these peers (one bit each) read for this load, which has just begun.
   void let_help(uint64_t op, uint64_t peers);
   // Return the chunks to copy into cache slots, if any. `landed` ends the batch.
   LandingBatch take_landings();
@@ -213,8 +212,8 @@ class Machine {
   };
   // Return each read for a peer once, after it has released its slot.
   std::vector<Served> take_served() { return std::exchange(served_, {}); }
-  // Return the bytes to read before the next read for a peer, and our read rate in bytes per
-  // second.
+  // Return how many bytes are to be read before the next read for a peer, and our read rate in
+  // bytes per second.
   std::pair<uint64_t, double> serve_levels();
 
   size_t streams_used() const { return streams_.used(); }

@@ -97,7 +97,7 @@ void SetMemory::release(size_t member, size_t at, size_t reader) {
 
 namespace {
 
-// Name a fill after the chunk and the op, because a chunk may be read into the same slot twice.
+// Derive a fill's name from the chunk and the op: a chunk may be read into the same slot twice.
 uint64_t name_of_fill(const Task& task, uint32_t op) {
   return task.content.generation ^ op * 0x9E3779B97F4A7C15u;
 }
@@ -128,7 +128,7 @@ uint64_t SetMember::address(const Task& task, size_t slot_bytes) const {
   return options_.addresses[task.holder] + slot * slot_bytes;
 }
 
-// Return a bit for each member with equal bytes of the task's group, except the holder.
+// Return one bit for each member with equal bytes for the task's group, except the holder.
 uint64_t SetMember::other_members(const Task& task) const {
   const size_t size = options_.set_sizes[task.group];
   const uint64_t all = size == 64 ? UINT64_MAX : (uint64_t{1} << size) - 1;

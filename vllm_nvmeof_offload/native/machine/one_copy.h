@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// A set of ranks with equal bytes keeps one copy of each chunk (the key `one_copy`), in the staging
-// of one rank; the other ranks copy it from there. `SetMemory` is the memory through which the
-// ranks coordinate, and `SetMember` is one rank of the set.
+// A set of ranks with equal bytes keeps one copy of each chunk (the key `one_copy`), in one rank's
+// staging; the other ranks copy it from there. `SetMemory` is the memory through which the ranks
+// coordinate, and `SetMember` is one rank of the set.
 #pragma once
 
 #include <atomic>
@@ -32,8 +32,7 @@ namespace nvmeof {
 
 enum class FillState : uint8_t { EMPTY, FILLING, HELD, FAILED };
 
-// A row of a load that all members receive. `generation` distinguishes it from rows of other
-// servers.
+// A row of a load that all members receive. `generation` distinguishes it from other servers' rows.
 struct RowOf {
   uint64_t op = 0;
   uint32_t row = 0;
@@ -99,22 +98,22 @@ class SetMemory {
 };
 
 // ---- a member ---------------------------------------------------------------------------
-// A rank as a member of its set. The machine uses it only for rows that name one member.
+// A rank as a member of its set. The machine uses this class only for rows that name one member.
 //
 // The member that a row names, its holder, processes the row. The others do nothing for a store or
 // write. For a read into a cache slot, they wait for the fill word of the holder's slot; for a read
-// through a stream slot, for the holder's announcement. The row is announced once, with its slot
-// or as failed. Each other member releases the announcement once, even if it has given up the row.
+// through a stream slot, for the holder's announcement. The row is announced once, with its slot or
+// as failed. Each other member releases the announcement once, even if it has given up on the row.
 //
 // A wait has no deadline, because the holder may have much to read first. Instead, tasks fail with
-// DEADLINE when the holder has made no progress for the length of a read's deadline.
+// DEADLINE once the holder has left, or has made no progress for the time limit of a read.
 
 struct SetOptions {
   void* memory = nullptr;  // null if this rank is in no set
   size_t members = 1;
   size_t member = 0;                // this rank's number
   std::vector<uint64_t> addresses;  // where this process maps each member's cache slot 0
-  // By group: how many consecutive members have equal bytes; 1 if none. Must divide `members`.
+  // By group: how many consecutive members hold equal bytes; 1 if no two do. Must divide `members`.
   std::vector<uint8_t> set_sizes;
 };
 
@@ -122,9 +121,9 @@ struct SetEvent {
   enum class Kind : uint8_t {
     HELD,      // the holder's slot contains this row's chunk
     FAILED,    // the holder's fill or read failed
-    DEADLINE,  // the holder makes no progress
+    DEADLINE,  // the holder has left or is making no progress
     RETURNED,  // all other members have released this rank's stream slot
-    OVERDUE,   // some members have not released the slot within a read's deadline
+    OVERDUE,   // some members have not released the slot within a read's time limit
   };
   Task* task;
   Kind kind;
@@ -135,7 +134,7 @@ class SetMember {
   SetMember(const SetOptions& options, const SetShape& shape, int64_t patience_ns);
 
   bool shares(uint8_t group) const { return options_.set_sizes[group] > 1; }
-  // Return the rank that is `member`, as in a place or cache slot, of this rank's set for the
+  // Return the rank of member `member`, as in a place or cache slot, in this rank's set for the
   // group.
   uint8_t holder(uint8_t group, uint32_t member) const;
   bool holds(const Task& task) const { return task.holder == options_.member; }
@@ -189,7 +188,7 @@ class SetMember {
   struct Holder {
     std::vector<Task*> fills;
     std::unordered_map<RowOf, Task*, RowHash> reads;
-    std::unordered_set<RowOf, RowHash> given_up;  // cancelled rows, not announced yet
+    std::unordered_set<RowOf, RowHash> given_up;  // cancelled rows that are not announced yet
     uint64_t progress = 0;
     int64_t since_ns = 0;  // when this progress was first seen
     bool stalled = false;
@@ -217,7 +216,7 @@ class SetMember {
   const int64_t patience_ns_;
   SetMemory memory_;
   std::vector<Holder> holders_;  // by member
-  std::vector<uint32_t> fills_;  // low bits of the last fill's op, by member and cache slot
+  std::vector<uint32_t> fills_;  // the low bits of the last fill's op, by member and cache slot
   std::vector<Loan> loans_;
   std::deque<Failure> failures_;  // waiting to be announced
 };

@@ -1,14 +1,14 @@
 // SPDX-License-Identifier: Apache-2.0
-// Decides which peers get no reads for now. A peer that delayed eight loads in a row rests for 10
-// s. A peer is faulty if eight of its reads in a row failed, or if its session was lost or stalled
-// three times in 10 s; it then rests for 30 s. If the peer is faulty again before it has worked for
-// longer than its last rest for a fault, its next such rest is twice as long, up to 10 minutes.
+// Decides which peers get no reads for now. A peer that delays eight loads in a row rests for 10 s.
+// A peer becomes faulty if eight of its reads fail in a row, or if its session is lost or stalls
+// three times in 10 s; it then rests for 30 s. If it becomes faulty again before it has worked for
+// longer than that rest lasted, its next rest for a fault is twice as long, up to 10 minutes.
 //
-// Peers are judged when a load has ended, not by the estimate at its start, because new loads may
+// Peers are judged when a load has ended, not by the estimate at its start, because later loads may
 // delay it. A peer is late if its chunk arrived last, and our targets alone could have finished the
-// load earlier, by reading the peers' chunks after their own. Other reads of the targets count too:
-// while they keep a target busy, no peer is late. A chunk that this server read because a peer
-// failed counts as the peer's.
+// load earlier, by reading the peers' chunks after their own. Other reads from the targets count
+// too: while they keep a target busy, no peer is late. A chunk that this server read because a peer
+// failed counts as that peer's.
 #pragma once
 
 #include <algorithm>
@@ -42,7 +42,7 @@ class PeerJudge {
 
   void ended(size_t peer, Outcome code, int error, int64_t now_ns) {
     Peer& one = peers_[peer];
-    if (rests(peer, now_ns)) return;  // a read from before its rest
+    if (rests(peer, now_ns)) return;  // a read that began before its rest
     if (code == Outcome::OK) one.failed = 0;
     if (brought_nothing(code, error) && ++one.failed == kFailedMax) rest_for_fault(one, now_ns);
   }
@@ -62,7 +62,7 @@ class PeerJudge {
     if (Load* const load = find(task)) load->failed = task.peer;
   }
 
-  // Record that a chunk of a load was read: by a peer, if the task is at one.
+  // Record that a chunk of a load was read: by a peer if the task is at one, else by this server.
   void read(const Task& task, IoQueue& io) {
     Load* const load = find(task);
     if (!load) return;
@@ -111,9 +111,9 @@ class PeerJudge {
     unsigned losses = 0;                          // losses since its last rest
     std::array<int64_t, kLostMax - 1> lost_ns{};  // the times of the last losses
   };
-  // A load's progress on one of our targets, with the peers' reads for that target.
+  // A load's progress on one of our targets, and the peers' reads on its behalf.
   struct Target {
-    int64_t own_ns;  // its last own read for the load; initially, when a peer got the first chunk
+    int64_t own_ns;  // when it last read for the load; initially, when a peer got the first chunk
     uint64_t own_bytes;  // all bytes that it had read by then, for any purpose
     uint64_t peers_bytes = 0;
     bool is_helped = false;
@@ -151,7 +151,7 @@ class PeerJudge {
   }
 
   // Return whether the load would have ended by now without peers. The estimate includes all bytes
-  // that a target has read or queued since its last own read for this load.
+  // that a target has read or queued since it last read for this load.
   static bool is_late(const Task& task, const Load& load, IoQueue& io) {
     if (mutant("a_slow_peer_is_never_late")) return false;
     const int64_t started_ns = task.job->started_ns;

@@ -2,11 +2,11 @@
 // A fixed number of slots through which loads of any size pass.
 //
 // Each target and each usable peer may hold at most its share of the slots, so that a hanging one
-// cannot take the slots of the others. Jobs divide a target's share fairly. A task that waits for
-// its target may instead get a slot from a peer's share. Tasks that a peer failed to read precede
-// all others. A chunk that is bound for a cache slot and that a peer may read also waits here,
-// until it gets a stream slot or its target has room for one more chunk. Its lane is thus chosen as
-// late as possible.
+// cannot take the slots of the others. A target's share is divided fairly among jobs. A task that
+// waits for its target may instead get a slot from a peer's share. Tasks that a peer failed to read
+// precede all others. A chunk that is bound for a cache slot and that a peer may read also waits
+// here, until it gets a stream slot or its target has room for one more chunk. Its lane is thus
+// chosen as late as possible.
 #pragma once
 
 #include <deque>
@@ -47,7 +47,8 @@ class StreamSlots {
   bool peer_has_room(size_t peer) const;
   // Give a slot to the next task that a peer failed to read. Returns null if no task can get one.
   Task* take_returned(size_t target);
-  // Give the task from `peek` a slot from the share of its peer, or else of its target.
+  // Give the task from `peek` a slot from its peer's share or, without a peer, from its target's; a
+  // target's read into a cache slot needs none.
   void take(Task& task);
   // Stop counting a task that its target has read directly into a cache slot, or will not read.
   void leave(Task& task);

@@ -8,8 +8,8 @@
 namespace nvmeof {
 namespace {
 
-// The engine is given at most the writes that the target completes in this time, or this many bytes
-// if that is more.
+// The engine is given at most as many bytes of writes as the target completes in this time, or
+// kWriteAheadBytes if that is more.
 constexpr double kWriteAheadS = 0.0125;
 constexpr size_t kWriteAheadBytes = size_t{32} << 20;
 // If a load has read from a target within this time, another load is expected soon.
@@ -45,10 +45,9 @@ void TargetQueue::writes_at(double rate) {
 }
 
 // Return whether one more read for a peer may start; the first always may. The bounds apply even
-// while no load waits, so that the next load finds free places and few bytes ahead of it in the
-// device's queue, which ignores urgency. The bound is halved where loads are expected, because even
-// few bytes delay a short load; elsewhere, half the bound would leave the target idle between
-// reads.
+// while no load waits, so that the next load finds room and few bytes ahead of it in the device's
+// queue, which ignores urgency. The bound is halved where loads are expected, because even few
+// bytes delay a short load; elsewhere, half the bound would leave the target idle between reads.
 bool TargetQueue::has_serve_room(size_t bytes, int64_t now_ns) const {
   if (!held(Urgency::SERVE) || mutant("serves_take_every_place")) return true;
   const size_t bytes_max = options_.serve_bytes_max / (has_loaded(now_ns) ? 2 : 1);

@@ -14,15 +14,15 @@ namespace nvmeof {
 
 struct IoOptions;
 
-// A task holds a place from its hand-over until its outcome, or until the device has completed it
-// if that is earlier.
+// A task counts against the bounds from its hand-over until its outcome, or until the device has
+// completed it if that is earlier.
 class TargetQueue {
  public:
   explicit TargetQueue(const IoOptions& options) : options_(options) { writes_at(0); }
 
   FairQueue& queue(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
   // Return whether one more task of this urgency and size may start. Fetches may hold at most half
-  // of the room for reads, and reads for peers at most `serve_share`, so that loads find places.
+  // of the room for reads, and reads for peers at most `serve_share`, so that loads find room.
   bool has_room(Urgency urgency, size_t bytes, int64_t now_ns) const;
   void take(Urgency urgency, size_t bytes, int64_t now_ns);
   void give_back(Task& task, Urgency urgency, size_t bytes, int64_t now_ns);
@@ -52,7 +52,7 @@ class TargetQueue {
       FairQueue(FairQueue::Share::CHARGED), FairQueue(FairQueue::Share::NONE),
       FairQueue(FairQueue::Share::NONE), FairQueue(FairQueue::Share::NONE),
       FairQueue(FairQueue::Share::NONE)};
-  // By is_write: since when tasks of this kind have waited without the engine accepting any.
+  // By is_write: when tasks of this kind began to wait without the engine accepting any.
   std::array<std::optional<int64_t>, 2> stalled_since_ns_;
 };
 

@@ -41,7 +41,7 @@ struct Task {
   int32_t stream = -1;  // the stream slot, -1 if none, or kLands
   SlotContent content;
   int32_t cache = -1;  // the cache slot, or -1 if the task uses a stream slot
-  // For a row that another rank of the set processes: the task's index among those that wait for
+  // For a row that another rank in the set processes: the task's index among those that wait for
   // that rank's fills or, without a cache slot, the index of the announcement that names the slot
   // to copy from.
   int32_t at_holder = -1;
@@ -74,7 +74,7 @@ struct Task {
   int64_t sequence = 0;
   FairQueue* waits_in = nullptr;
 
-  // In `stream`: the chunk is read directly into its cache slot, but counts as using a stream slot.
+  // A value of `stream`: the chunk is read into its cache slot, but counts as using a stream slot.
   static constexpr int32_t kLands = -2;
 
   static constexpr uint8_t kAtNoPeer = 0;    // the task was not given to a peer
@@ -126,9 +126,10 @@ inline std::string_view Task::key() const {
   return std::string_view(job->keys).substr(index * job->key_bytes, job->key_bytes);
 }
 
-// Shares a limited number of places fairly among jobs. The job with the fewest places goes first;
-// among equals, the job whose first task has waited longest. A job's tasks keep their order. Only
-// each job's first task is examined, so the cost does not depend on the number of a job's tasks.
+// Shares a limited number of places in flight fairly among jobs. The job with the fewest places
+// goes first; among equals, the job whose first task has waited longest. A job's tasks keep their
+// order. Only each job's first task is examined, so the cost does not depend on the number of a
+// job's tasks.
 class FairQueue {
  public:
   // The job to which a task's place is charged, fixed while the task waits or has a place.
@@ -147,7 +148,7 @@ class FairQueue {
   // Remove all waiting tasks, the longest waiting first, without giving them places.
   std::vector<Task*> take_all();
   // Remove the retries whose deadlines have passed, and lower `next_ns` to the earliest deadline of
-  // the others. Retries precede the other tasks of their jobs.
+  // the remaining retries. Retries precede the other tasks of their jobs.
   std::vector<Task*> take_past(int64_t now_ns, int64_t& next_ns);
 
  private:
