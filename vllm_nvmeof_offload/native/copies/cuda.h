@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Calls to NVIDIA's driver, through the addresses of its functions, so that a whole batch of
-// copies, its end event and the wait for the event run without the GIL.
+// Calls NVIDIA's driver through the addresses of its functions, so that submitting a whole batch of
+// copies, recording its end event, and waiting for that event do not need the GIL.
 #pragma once
 
 #include <fcntl.h>
@@ -28,7 +28,7 @@ using CudaHandle = void*;  // a context, stream, event or kernel
 // The driver's functions, and the context in which they are called. Each returns a CUresult.
 struct CudaFunctions {
   CudaHandle context = nullptr;
-  // cuMemcpyBatchAsync of CUDA 12.8, or null in an older driver.
+  // cuMemcpyBatchAsync as of CUDA 12.8, or null if the driver is older.
   int (*copy_batch)(uint64_t* to, uint64_t* from, size_t* sizes, size_t count, void* attributes,
                     size_t* first, size_t attributes_count, size_t* failed, CudaHandle) = nullptr;
   int (*copy)(uint64_t to, uint64_t from, size_t bytes, CudaHandle) = nullptr;
@@ -71,7 +71,7 @@ class EventWaiter {
   uint64_t newest() const { return watched_; }
   // Return whether the thread no longer uses the event with this number.
   bool is_over(uint64_t number) const { return state_->done >= number; }
-  // End the thread after the last watched event, which must be done soon.
+  // End the thread after the last watched event, which must complete soon.
   void close() {
     {
       const std::scoped_lock lock(state_->mutex);
@@ -117,7 +117,7 @@ class EventWaiter {
   std::thread thread_;
 };
 
-// The end of a submission: the event to record, and the thread that waits for it; or null.
+// The end of a submission: the event to record, and the thread to wait for it; either may be null.
 struct CudaEnd {
   CudaHandle event = nullptr;
   EventWaiter* waiter = nullptr;
@@ -138,11 +138,11 @@ struct CopyColumns {
 // The maximum number of copies in the first call, the factor by which it grows from call to call,
 // and its limit. On an H200, the driver needs 0.43 µs per copy and about 28 µs per call (16 calls
 // of 64 copies took 895 µs). The GPU seems to start when a call returns: a small first call starts
-// it early, which leaves time for larger ones. Batches of about 50,000 crashed drivers.
+// it early, which leaves time for larger ones. Batches of about 50,000 copies have crashed drivers.
 inline constexpr size_t kFirstCopies = 16, kCopiesGrowth = 4, kCopiesMax = 4096;
 
 // Submit copies, then record their end. attributes: a CUmemcpyAttributes, ignored without
-// `copy_batch`. After a failure, earlier calls may be running, and the end is not recorded.
+// `copy_batch`. After a failure, earlier copies may still be running, and the end is not recorded.
 inline CudaFailure submit_copies(const CudaFunctions& cuda, const CopyColumns& all, size_t count,
                                  CudaHandle stream, void* attributes, const CudaEnd& end) {
   size_t first = 0, failed = 0, call_max = kFirstCopies;

@@ -51,7 +51,7 @@ class Checksums {
   std::thread thread_;  // declared last, because the thread uses the other members
 };
 
-// The engine for all targets. A single thread makes all calls.
+// The engine for all targets. Not thread-safe: a single thread makes all calls.
 class Engine : public NativeLanes {
  public:
   // Throws RingError, or std::system_error if no eventfd can be created.
@@ -59,7 +59,7 @@ class Engine : public NativeLanes {
   ~Engine() override { close({}); }
 
   LaneRoom room() const override;
-  // Use these files for later operations. Earlier operations need the previous files.
+  // Use these files for later operations. Earlier operations still need the previous files.
   void replace_target(size_t index, Target target);
   // Allow reads of another engine's region on one of our targets; see `TargetRing::attach`.
   void attach(uint16_t owner, size_t target, const ForeignSlab& files);
@@ -76,8 +76,8 @@ class Engine : public NativeLanes {
   void summed(std::vector<Summed>& sums) override { checksums_.take(sums); }
   void ended(std::vector<LaneEnd>& ends) override { ends = poll(); }
   void landed(std::vector<uint64_t>& tokens) override { tokens = completions_->take_landed(); }
-  // Cancel operations that have not started and wait for the others. Returns false after `timeout`:
-  // threads, descriptors and memory must then be kept.
+  // Cancel operations that have not started and wait for the others. Returns false on timeout: the
+  // threads, descriptors, and memory must then be kept.
   bool close(std::chrono::nanoseconds timeout);
 
  private:

@@ -24,7 +24,8 @@ inline constexpr size_t kUrgencies = 5;
 
 inline constexpr size_t kTagBytes = 16;
 
-// The epoch and share tag that a write stores. A read requires the same tag. See `pool/format.py`.
+// The epoch and share tag that a write stores. A read succeeds only if the slot has the same tag.
+// See `pool/format.py`.
 struct Stamp {
   uint32_t epoch = 0;
   std::array<uint8_t, kTagBytes> tag{};
@@ -66,7 +67,7 @@ struct LaneOp {
   Identity identity;
   Stamp stamp;               // a write stores it; a read requires its tag
   bool single_copy = false;  // in a write: no other rank holds the chunk
-  uint32_t client = 0;       // in a write: a number for the salt of the chunk's key; 0 if unknown
+  uint32_t client = 0;       // in a write: the number for the salt in the chunk's key; 0 if unknown
   // In a read: return the payload's CRC from the header; the copy checks it, so the lane need not.
   bool header_only = false;
   size_t peer = 0;       // in a peer lane: the peer that reads the slot
@@ -110,11 +111,11 @@ class NativeLanes {
   // Accept an operation, which keeps using the target's current files. The caller respects `room`.
   virtual void take(const LaneOp& op) = 0;
   virtual void start() = 0;
-  // Cancel an operation. Returns true if it had not started, so that no end follows. Otherwise it
+  // Cancel an operation. Returns true if it had not started; no end then follows. Otherwise it
   // keeps running and its end will be ignored; a write then gets no table entry.
   virtual bool cancel_one(uint64_t token) = 0;
   virtual void ended(std::vector<LaneEnd>& ends) = 0;
-  // Append operations that the device has completed, so that it can be given more work. Optional.
+  // Append tokens of operations completed by the device, so that it can get more work. Optional.
   virtual void landed(std::vector<uint64_t>& /*tokens*/) {}
 };
 
@@ -130,9 +131,9 @@ inline constexpr int kWait = -1;
 inline constexpr int kOwnLane = 0;
 
 // Return 0 for our own lane, i for peer i - 1, or -1 if the chunk should wait. The lane with the
-// smallest end_s gets the chunk; on a tie, our own lane, to spare other servers. If that lane has
-// no room, the chunk waits for it, because end_s includes its queue. Only on a tie can another lane
-// with room end earlier; that lane then gets the chunk.
+// smallest end_s gets the chunk; on a tie, our own lane does, to spare other servers. If that lane
+// has no room, the chunk waits for it, because end_s includes its queue. Only on a tie can another
+// lane with room end earlier; that lane then gets the chunk.
 inline int choose_lane(const LaneEstimate& own, std::span<const LaneEstimate> peers) {
   constexpr double kTie = 1.05;
   const auto lane = [&](int number) -> const LaneEstimate& {

@@ -51,7 +51,7 @@ void encode_head(std::byte* page, const LogHead& head);
 // Returns false if the head is damaged.
 bool decode_head(const std::byte* page, LogHead& head);
 
-// The position where writing starts. pages: 0 if there is no log. next: the first page's sequence.
+// The first position to write. pages: 0 if there is no log. next: that page's sequence number.
 struct LogStart {
   uint32_t pages = 0;
   uint64_t next = 0;

@@ -35,9 +35,9 @@ class Ring {
   // Prepare a read or write of a slab. Its completion returns `tag`, which must not be null.
   virtual void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
                        void* tag) = 0;
-  // Abandon an operation. It still completes, when the kernel has finished with it.
+  // Abandon an operation. It still completes, once the kernel has finished with it.
   virtual void abandon(void* /*tag*/) {}
-  // Request one completion, with a null tag, for when `wake_fd` becomes readable.
+  // Request a single completion, with a null tag, when `wake_fd` becomes readable.
   virtual void arm(int wake_fd) = 0;
   // Submit the prepared operations; if `wait`, wait for one completion. Returns -errno on error.
   virtual int enter(bool wait) = 0;
@@ -56,8 +56,8 @@ struct RingError : std::system_error {
 
 class Uring final : public Ring {
  public:
-  // share_with: the descriptor of a ring, not enabled yet, whose registered memory this ring
-  // shares, so that the same pages are pinned and charged only once; or -1. Throws RingError.
+  // share_with: the descriptor of a ring that is not enabled yet and whose registered memory this
+  // ring shares, so that pages are pinned and charged only once; or -1 for none. Throws RingError.
   Uring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool registered,
         int share_with = -1);
   ~Uring() override;
@@ -82,7 +82,7 @@ class Uring final : public Ring {
   io_uring ring_{};
   Memory memory_;
   int slab_fd_;          // the registered slab, if any
-  size_t region_bytes_;  // the size of registered pieces, a multiple of the slot's; 0 if none
+  size_t region_bytes_;  // the size of registered pieces, a multiple of the slot size; 0 if none
   bool files_registered_ = false;
   bool enabled_ = false;
   uint64_t wake_buffer_ = 0;
@@ -96,7 +96,7 @@ class ThreadRing final : public Ring {
   // threads: the maximum number of concurrent calls, at least 2; one is reserved for reads. Throws
   // std::system_error if no thread or descriptor can be created.
   ThreadRing(size_t threads, const std::vector<int>& cpus);
-  // No call may be running.
+  // No call may be in progress.
   ~ThreadRing() override;
 
   void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,

@@ -135,7 +135,7 @@ class ZerosTable {
   std::array<std::array<std::array<uint32_t, 16>, 8>, 64> tables_;
 };
 
-// The bytes of one step, few enough to stay in the L1 cache between their copy and their checksum.
+// The number of bytes per step, few enough to stay in the L1 cache from the copy to the checksum.
 constexpr size_t kCopyStepBytes = 16 << 10;
 
 // Copy without first reading the destination into cache, if the processor supports that. Call
@@ -164,7 +164,7 @@ void end_stream() {
 }
 
 // The processor prefetches only within a 4 KiB page, so the checksum of uncached bytes would wait
-// at each page. The best prefetching depends on the processor, and saves up to half of the time.
+// at each page. Prefetching saves up to half of the time; which variant is best depends on the CPU.
 constexpr size_t kCrcStepBytes = 4 << 10;
 constexpr size_t kCrcAheadBytes = 8 << 10;
 constexpr size_t kLineBytes = 64;

@@ -202,7 +202,7 @@ bool TargetRing::read_may_start() const {
 // Stop counting a read that the device has completed, or may never complete.
 void TargetRing::uncount(Op& op) { read_bytes_started_ -= std::exchange(op.counted_bytes, 0); }
 
-// Wait, without the mutex, until the operation may write. Returns false if it never may.
+// Wait, releasing the mutex, until the operation may write. Returns false if it never may.
 bool TargetRing::await_permit(std::unique_lock<std::mutex>& lock, const Op& op) {
   while (op.wanted && !permit_.open() && !permit_.lost() && !closing_)
     table_work_.wait_for(lock, kPermitPoll);
@@ -224,8 +224,8 @@ bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   return false;
 }
 
-// End an operation. If pieces still await a check, a read leaves it to `check_one` to wake the
-// caller.
+// End an operation. If pieces still await a check, the end of a read does not wake the caller:
+// `check_one` will.
 void TargetRing::finish(Op& op, Outcome code, int error) {
   LaneEnd end{op.request.token, code, error};
   if (op.request.header_only && code == Outcome::OK) end.payload_crc = op.header.payload_crc;
@@ -457,7 +457,7 @@ SlotPlace TargetRing::place_of(const Op& op) const {
   return {op.region, slot_of(request.place), request.single_copy, request.client};
 }
 
-// Any kind will do for a group unknown to the pool, because no start adopts its chunks.
+// Any kind will do for a group unknown to the pool, because no start-up adopts its chunks.
 uint8_t TargetRing::kind_of(const Op& op) const {
   const uint32_t id = group_id_of(op.request.identity);
   for (const auto& [group, kind] : setup_.groups)

@@ -3,8 +3,8 @@
 //
 // Operations start at once and in order, because the caller enforces the bounds. Only reads beyond
 // `read_bytes_started_max` wait here, so that after a burst of completions the device gets more
-// work before the caller wakes up. The ring's thread seals a write before its first piece. It
-// checks each piece of a read soon after arrival, while the piece may be in the CPU cache, but
+// work before the caller wakes up. The ring's thread seals a write before issuing its first piece.
+// It checks each piece of a read soon after arrival, while the piece may be in the CPU cache, but
 // gives the device more work first. A second thread writes table entries, because a buffered
 // `pwrite` may wait for a journal. The same thread then writes the log, and syncs a table that
 // other hosts read; no operation waits for the log or the sync.
@@ -30,8 +30,8 @@
 namespace nvmeof {
 
 // Syncs a table to the device for readers on other hosts, at most once a second and only after
-// writes: a 64-byte entry may otherwise stay in this kernel's page cache. Until then, readers find
-// the entries in the log, which bypasses the page cache.
+// writes: a 64-byte entry may otherwise stay in this kernel's page cache. Until the sync, readers
+// find the entries in the log, which bypasses the page cache.
 class TableSync {
  public:
   static constexpr std::chrono::seconds kPeriod{1};
@@ -113,20 +113,20 @@ class TargetRing {
   void submit(const LaneOp& request);
   void kick();
   void replace(Target target);
-  // Use these files for later reads of this engine's slots. They must stay open until those end.
+  // Use these files for later reads of this engine's slots. They must stay open meanwhile.
   void attach(uint16_t owner, const ForeignSlab& files);
   void detach(uint16_t owner);
   // Cancel an operation. Returns false if it is unknown, or keeps running but gets no table entry.
   bool cancel(uint64_t token);
   void note(const LogRecord& record);
-  // Cancel operations that have not started. The threads end when the kernel has returned the rest.
+  // Cancel operations that have not started. The threads end once the others have completed.
   void close();
   bool wait_ended(std::chrono::nanoseconds timeout);
 
   size_t held() const { return held_.load(); }
 
  private:
-  // The table thread's files (from `copy_of_fd`), which stay open longer than those of operations.
+  // The table thread's files (from `copy_of_fd`). They stay open longer than operations' files.
   struct TableFiles {
     int table_fd = -1;  // to be synced
     int log_fd = -1;
@@ -155,7 +155,7 @@ class TargetRing {
     unsigned retries;
   };
   TargetRing(const EngineSetup& setup, size_t index, std::shared_ptr<CompletionQueue> completions);
-  // Set by the ring's thread when it knows whether the kernel allows it to use the ring.
+  // Set by the ring's thread once it knows whether the kernel allows it to use the ring.
   struct Started {
     std::atomic<bool> known{false};
     std::exception_ptr failure;

@@ -37,7 +37,7 @@ inline int64_t now_ns() {
   return std::chrono::nanoseconds(Clock::now().time_since_epoch()).count();
 }
 
-// Return CLOCK_BOOTTIME, which includes time in suspend. `pool/lease.py` also uses it for permits.
+// Return CLOCK_BOOTTIME, which includes suspended time. `pool/lease.py` also uses it for permits.
 inline uint64_t boot_ns() {
   timespec now;
   clock_gettime(CLOCK_BOOTTIME, &now);
@@ -78,7 +78,7 @@ struct SlotPlace {
 struct Limits {
   size_t slot_bytes = 0;  // the distance between slots, in staging and in a slab
   size_t split_bytes = 0;
-  unsigned depth = 0;                        // maximum reads in flight, and maximum writes
+  unsigned depth = 0;                        // maximum number of reads in flight, and of writes
   size_t read_bytes_started_max = SIZE_MAX;  // started but not completed; one may always start
 };
 
@@ -127,15 +127,15 @@ struct CrcVariant {
 std::span<const CrcVariant> crc_variants();
 
 // Make `crc32c` use the fastest variant for this machine, and return its name. memory: uncached
-// bytes, of which at most 16 MiB are read, in 1 to 2 ms.
+// memory, of which at most 16 MiB is read; this takes 1 to 2 ms.
 const char* choose_crc(std::span<const std::byte> memory);
 
-// Return a part's share in a message's CRC; the XOR of all shares is that CRC. crc: the part's own
+// Return a part's share of a message's CRC; the XOR of all shares is that CRC. crc: the part's own
 // CRC. bytes_after: the bytes of the message after the part.
 uint32_t crc_share(uint32_t crc, size_t bytes_after);
 
 // Return the CRC of a message from its parts, in order. words: 32 words per part, whose XOR is the
-// part's CRC without the inversions. sizes: the bytes of each part.
+// part's CRC without the inversions. sizes: the number of bytes in each part.
 uint32_t join_crcs(const uint32_t* words, const uint64_t* sizes, size_t parts);
 
 // Copy like `memcpy`, and extend `crc`, the CRC of the preceding bytes, while the bytes copied are
@@ -176,8 +176,8 @@ HeaderProof prove_header(const std::byte* slot, const Identity& identity, size_t
 Outcome verify(const std::byte* slot, size_t bytes, const Identity& identity, size_t payload_bytes,
                const SlotPlace& place, const Tag& tag);
 
-// Return the table entry of a slot. The CRC covers the slot's number in the region. The client of a
-// key of more than `kClientAt` bytes is not recorded.
+// Return the table entry of a slot. The CRC covers the slot's number in the region. If the key has
+// more than `kClientAt` bytes, the client is not recorded.
 inline constexpr size_t kClientAt = kKeyBytesMax - sizeof(uint32_t);
 std::array<std::byte, kEntryBytes> encode_entry(const SlotPlace& place, const Identity& identity,
                                                 uint32_t epoch);
@@ -241,7 +241,7 @@ class CompletionQueue {
   std::vector<uint64_t> landed_;
 };
 
-// A gate for the contract tests. It holds started operations on shut places, as if they hung.
+// A gate for the contract tests. It holds back started operations on shut places, as if they hung.
 class StartGate {
  public:
   void shut(const std::vector<Place>& places) {

@@ -26,7 +26,7 @@ Uring::Uring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool
              int share_with)
     : memory_(memory), slab_fd_(slab_fd), region_bytes_(0) {
   unsigned entries = 16;
-  // Room for reads, writes and the wake-up. Chunks of many pieces may make `next_sqe` submit.
+  // Room for reads, writes and the wake-up. Chunks with many pieces may make `next_sqe` submit.
   while (entries < 2 * depth + 8) entries *= 2;
   init(entries, true);
   try {
