@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The manager's view of the foreign table: the rows that may be read now, and the engines whose
-// regions the workers must open. Even an accepted row is only a hint, which a read verifies.
+// regions the workers must open. Even an accepted row is only a hint, to be verified by a read.
 #pragma once
 
 #include <array>
@@ -32,7 +32,7 @@ class Foreign : public ForeignReader {
   // Set the tag of new weights, before a reset. After the reset, even the old chunks of engines
   // with this tag are offered, because none of these chunks was offered before.
   void change_tag(const std::array<uint8_t, kTagBytes>& tag);
-  // Return whether the engine's chunks have our tag, postdate our reset, and are likely readable.
+  // Return whether the engine's chunks have our tag, postdate our reset, and can probably be read.
   bool accepts(uint32_t number) const;
   bool accepts(const ForeignRow& row) const {
     return accepts(owner_of(row.place)) && !is_refused(row);
@@ -56,7 +56,7 @@ class Foreign : public ForeignReader {
   std::vector<uint32_t> take_detachments();
   // Refuse the engine until its record changes, because a rank failed to attach it.
   void attach_failed(uint32_t number);
-  // Require a new attach before the next use. Returns false if the engine was not attached.
+  // Require a new attachment before the next use. Returns false if the engine was not attached.
   bool detach(uint32_t number) { return attached_.erase(number) > 0; }
 
  private:

@@ -10,8 +10,9 @@ Part Tiers::part_of(size_t group, uint32_t member) const {
   return {trust_[group].set_size, member};
 }
 
-// Return the part of a slot in which to store a new chunk of the group. Until enough samples were
-// equal, all ranks store every chunk; after that, only one chunk in `sample_every`, as a sample.
+// Return the part of a slot in which to store a new chunk of the group. Until enough samples have
+// been equal, all ranks store every chunk; after that, they all store only one chunk in
+// `sample_every`, as a sample.
 Part Tiers::part_to_store(size_t group) {
   Trust& trust = trust_[group];
   if (trust.set_size == 1 || trust.ended || trust.equal < options_.equal_min) return {};

@@ -62,7 +62,7 @@ class Order {
 using MakeOrder = std::function<std::unique_ptr<Order>(const SlotRecords& slots)>;
 
 // Evicts the least recently used slot first; ties are broken by slot. Each slot has one record,
-// filed by its last use in buckets of 1024 uses. If the slot was used since then, its record is
+// filed by its last use in buckets of 1024 uses. If the slot has been used since, its record is
 // filed again when it is reached. A bucket is sorted when it becomes the oldest, so that the next
 // victims are known in advance; a heap would take ten times as long.
 class Lru final : public Order {
@@ -201,7 +201,7 @@ class Arrivals final {
 
  private:
   struct Link {
-    Slot next = 0, previous = 0;  // counted from 1; 0 if the slot is not in the list
+    Slot next = 0, previous = 0;  // slot numbers + 1; 0 if the slot is not in the list
   };
 
   HugeColumn<Link> links_;
@@ -355,7 +355,7 @@ class Slots {
   }
 
   // Give up a removed entry's slot. retire: whether never to use the slot again, because its medium
-  // fails.
+  // is failing.
   void orphan(Slot slot, bool retire) {
     SlotRecord& record = records_[slot];
     require(record.kind == SlotRecord::TAKEN, "a slot that was not taken is given up");
@@ -431,19 +431,19 @@ static_assert(sizeof(SavedSession) == 21);
 // The chunks that requests ask to retain, by session. A session retains chunks until it expires or
 // is dropped. A chunk is retained until the last of its sessions ends.
 //
-// A client is a number that stands for a salt, or 0 if unknown. The salt is in every key, so a
-// chunk has one client. If a client has reached its limit, its sessions of lower priority lose
+// A client is a number that stands for a salt, or 0 if unknown. The salt is part of every key, so a
+// chunk has only one client. If a client has reached its limit, its sessions of lower priority lose
 // their last chunks to make room.
 //
 // A session that expires at second s is in `wheel_[s % kWheel]`: each second examines one list.
 class Sessions {
  public:
   // The maximum number of references that a client may have for each chunk that it may retain; all
-  // clients together may have twice as many. Sessions without chunks are closed, so this bounds
-  // sessions too.
+  // clients together may have twice as many as that. Sessions without chunks are closed, so this
+  // bounds sessions too.
   static constexpr size_t kReferencesPerChunk = 8;
 
-  // chunks_max: the most chunks that one client may retain; 0 turns retention off.
+  // chunks_max: the maximum number of chunks that one client may retain; 0 turns retention off.
   Sessions(const Index& index, Row rows, size_t chunks_max)
       : index_(&index), rows_(rows), chunks_max_(chunks_max), named_(kNames), wheel_(kWheel) {}
 
@@ -707,7 +707,7 @@ class Sessions {
 };
 
 // Counts of the slots that `Keeping` keeps: at most `client_max` per client, and twice as many in
-// all.
+// total.
 struct KeptSlots {
   size_t client_max = 0, all = 0;
   std::unordered_map<uint32_t, size_t> by_client;

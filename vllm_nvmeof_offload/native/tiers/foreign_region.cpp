@@ -34,7 +34,7 @@ constexpr size_t kAhead = 8;
 
 // The number of log pages read at once.
 constexpr uint32_t kLogPagesAtOnce = 64;
-// An invalid log page may be only half written. It counts as damaged after this many reads.
+// An invalid log page may merely be half written. It counts as damaged after this many reads.
 constexpr unsigned kLogReadsMax = 10;
 
 // Return an entry's CRC, which covers its slot and the bytes after the CRC.
@@ -45,7 +45,7 @@ uint32_t crc_of(const std::byte* entry, uint32_t slot) {
   return small_crc32c(covered.data(), covered.size());
 }
 
-// Read `bytes` at `offset`, or zeros after the end of the file. Returns an errno, or 0. For
+// Read `bytes` at `offset`, or zeros beyond the end of the file. Returns an errno, or 0. For
 // O_DIRECT, `into` consists of whole pages, and may be written beyond `bytes`.
 int read_whole(int fd, std::byte* into, size_t bytes, uint64_t offset) {
   const size_t room = whole_pages(bytes);
@@ -81,7 +81,7 @@ ForeignRegion::ForeignRegion(Home home, uint64_t slots, std::vector<Group> group
       buffer_(whole_pages(std::min<size_t>(slots, kEntriesMax) * kEntryBytes)) {}
 
 void ForeignRegion::begin(ForeignWriter& table, uint32_t epoch, bool from_now) {
-  // An entry from the log may reach the table only later, and must not count as new then.
+  // An entry from the log may not reach the table until later, and must not count as new then.
   const uint8_t known_before = from_now ? kBefore | kLogged : kBefore;
   const auto lock = table.lock();
   for (uint64_t slot = 0; slot < heads_.size(); ++slot) {

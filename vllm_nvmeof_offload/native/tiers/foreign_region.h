@@ -31,8 +31,8 @@ class ForeignRegion {
   // young_ns: the delay between seeing an entry and offering it.
   ForeignRegion(Home home, uint64_t slots, std::vector<Group> groups, int64_t young_ns);
 
-  // Withdraw all entries offered so far, and then offer only entries of this epoch. from_now: offer
-  // only those written after the next scan, even if the epoch changes.
+  // Withdraw all entries offered so far, and from then on offer only entries from this epoch.
+  // from_now: offer only those written after the next scan, even if the epoch changes.
   void begin(ForeignWriter& table, uint32_t epoch, bool from_now);
   // Read the table file `fd` and offer its entries; entries missing at its end count as empty.
   // Returns an errno, or 0. log_is_ahead: whether slots that the log named since the previous scan
@@ -41,7 +41,7 @@ class ForeignRegion {
   // Find the end of a log of this many pages, before a scan and `follow_log`. Returns an errno, or
   // 0.
   int seek_log(int fd, uint32_t pages);
-  // Apply the records logged since the last call. Returns 0, an errno, or why a scan is needed.
+  // Apply the records logged since the last call. Returns 0, an errno, or the reason for a scan.
   static constexpr int kOverrun = -1;  // the log was overwritten or is damaged
   static constexpr int kReset = -2;    // a superblock with another epoch was written
   int follow_log(ForeignWriter& table, int fd, int64_t now_ns);

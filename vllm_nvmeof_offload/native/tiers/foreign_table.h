@@ -11,9 +11,9 @@
 //     1 MiB …   areas of buckets; `area` names the newest
 //
 // A bucket consists of a key's fingerprint (0 if empty), a place and a generation, 64 bits each.
-// The table uses open addressing with linear probing. Each owner of a key has a bucket. During a
-// change, a reader may miss a key, which costs a hit, or find a place and a generation that do not
-// belong together, which makes the read STALE.
+// The table uses open addressing with linear probing. Each owner of a key has its own bucket.
+// During a change, a reader may miss a key, which costs a hit, or find a place and a generation
+// that do not belong together, which makes the read STALE.
 #pragma once
 
 #include <array>
@@ -36,7 +36,7 @@ struct OwnerRecord {
   uint64_t version = 0;  // the version requested when its rows were last rebuilt
   std::array<uint8_t, kTagBytes> tag{};
   std::array<uint8_t, 16> pool_uuid{};  // the pool uuid of its first rank
-  uint32_t engine_index = 0;            // the K of its directories engine-K
+  uint32_t engine_index = 0;            // the K in its directory names, engine-K
   OwnerState state = OwnerState::NONE;
   uint64_t rows = 0;  // only for display
   bool is_readable() const { return state == OwnerState::COMPLETE || state == OwnerState::DEAD; }

@@ -3,7 +3,8 @@
 // manager/hold_and_prefetch.py chooses the requests, and limits the chunks held by each kind of
 // request.
 //
-// A hold is a user of a chunk's cache slot, so it prevents eviction. Requests share one hold.
+// A hold counts as a user of the chunk's cache slot, so it prevents eviction. All requests that
+// want a chunk share one hold on it.
 #pragma once
 
 #include <array>
@@ -22,7 +23,7 @@ enum class Reason : uint8_t { RELOAD, QUEUE, PROBE };
 
 class Holds {
  public:
-  // The way a fetch ended, which is the metric's label `how`.
+  // The way in which a fetch ended: the metric's label `how`.
   enum class End : uint8_t { USED, WASTED, CANCELLED, FAILED, PROBE };
   static constexpr size_t kEnds = 5;
 
@@ -59,7 +60,7 @@ class Holds {
   void leave(Wanted& wanted, std::vector<Cancel>& cancels);
   void sent(uint64_t op, const Batch& batch);
   void used(const Batch& load);
-  // Record that all ranks have reported on these rows of a fetch. probe: release their holds too.
+  // Record that all ranks have reported on these rows of a fetch, and if `probe`, end their holds.
   void ended(uint64_t op, const Batch& batch, std::span<const uint32_t> rows, bool probe);
   // Record that the chunks of these rows of an op are no longer in their cache slots.
   void lost(const Batch& batch, std::span<const uint32_t> rows);

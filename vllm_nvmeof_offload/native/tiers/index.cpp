@@ -31,7 +31,7 @@ constexpr const char* kEventNames[] = {
     "WRITE_FAILED", "EVICT_CACHE", "EVICT_POOL",      "CACHE_LOST",  "FETCH_BEGIN",
     "BORROW_BEGIN", "FETCHED",     "FETCH_CANCELLED", "DOOM"};
 
-// The number of keys looked up side by side: about as many as a core has memory loads in flight.
+// The number of keys looked up together: about as many as a core has memory loads in flight.
 constexpr size_t kBlock = 16;
 constexpr size_t kLine = 64, kAlign = 16;
 

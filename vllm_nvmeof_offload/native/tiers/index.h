@@ -70,7 +70,7 @@ struct Entry {
 
   static constexpr uint8_t kBorrowed = 1;  // the generation is another engine's
   static constexpr uint8_t kDeduped = 2;   // do not write while another engine has the chunk
-  static constexpr uint8_t kCredited = 4;  // within `touch`: the ended request is counted
+  static constexpr uint8_t kCredited = 4;  // within `touch`: the ended request has been counted
 };
 
 class Index {
@@ -91,7 +91,7 @@ class Index {
   }
   const char* key(Row row) const { return const_cast<Index*>(this)->at(row) + kKeyAt; }
   Row find(const char* key) const { return find(key, hash(key)); }
-  // Find the rows of many keys, at little more than one key's latency per block of keys.
+  // Find the rows of many keys. A block of keys takes little longer than a single key.
   void find(std::span<const char* const> keys, std::vector<Row>& rows) const;
   // Add a row, without slots and in state ABSENT, for a key that has none.
   Row add(const char* key, uint64_t generation);
@@ -104,8 +104,8 @@ class Index {
   }
   void clear();
 
-  // Prefetch memory: the bucket that `find` and `add` of this key read first, this row, or the
-  // bucket that `remove` of this row reads first (the row must have been prefetched before).
+  // Prefetch the bucket that `find` and `add` read first for this key, this row, or the bucket that
+  // `remove` reads first for this row (which must already have been prefetched).
   void warm(const char* key) const { warm_bucket_of(hash(key)); }
   void warm(Row row) const { prefetch(&(*this)[row]); }
   void warm_bucket(Row row) const { warm_bucket_of((*this)[row].hash); }

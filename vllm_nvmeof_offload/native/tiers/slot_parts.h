@@ -27,7 +27,7 @@ struct Part {
   bool takes(uint32_t other) const { return member == kAnyMember || member == other; }
 };
 
-// Divided rows and their parts. Parts have slot numbers, after those of all rows.
+// Divided rows and their parts. The slot numbers of parts follow those of all rows.
 class SlotParts {
  public:
   // set_size: the size of the largest set, or 1 if every row stays whole.
@@ -51,7 +51,7 @@ class SlotParts {
   uint32_t member(Slot part) const { return (part - rows_) % stride_; }
   // Return the number of parts into which a row is divided, or 0 if it is whole.
   uint32_t set_size(Slot row) const { return stride_ ? divided_[row].set_size : 0; }
-  // Return a bit for each member with a part that is not free.
+  // Return one bit for each member whose part is not free.
   uint64_t taken(Slot row) const { return divided_[row].taken; }
 
   void divide(Slot row, uint32_t set_size) {

@@ -23,12 +23,13 @@ std::unique_ptr<Order> make(const MakeOrder& make_order, const Slots& slots) {
   return std::make_unique<Lru>(slots.all());
 }
 
-// Return the most slots of a tier, or of a target, that one client's retained chunks may take.
+// Return the maximum number of slots in a tier or target for one client's retained chunks.
 size_t retained_max(const Options& options, size_t slots) {
   return static_cast<size_t>(options.retain_share * static_cast<double>(slots));
 }
 
-// Return the most chunks that one client may retain: its share of the tier that keeps them longest.
+// Return the maximum number of chunks that one client may retain: its share of the tier that keeps
+// them longest.
 size_t retained_max(const Options& options) {
   size_t slots = 0;
   for (const Slot count : options.pool_slots) slots += options.writes ? count : 0;
@@ -443,7 +444,7 @@ void Tiers::cool(Keys keys) {
   }
 }
 
-// Set the last use of this slot's chunk to `used`, which is before all real uses.
+// Set the last use of this slot's chunk to `used`, which is earlier than any real use.
 void Tiers::cool(Slot slot, uint64_t used) {
   cache[slot].used = used;
   if (!home(slot).contains(slot)) return;  // it is filed when it is admitted
@@ -769,7 +770,7 @@ Target* Tiers::choose() {
 
 // -- slots ----------------------------------------------------------------------------
 
-// Prefetch the memory of the next victims step by step. leaves: whether they leave the index too.
+// Prefetch the memory for the next victims step by step. leaves: whether they leave the index too.
 void Tiers::warm_victims(const Order& order, const Slots& slots, bool leaves) const {
   if (const Slot slot = order.later(3 * kStep); slot != kNone) {
     slots.warm(slot);

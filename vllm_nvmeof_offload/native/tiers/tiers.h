@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Both tiers of the manager: the index, the slots, eviction, and the loops over the rows of a
-// batch. Python decides once per batch what to store, load, fetch and write; this code runs per
-// chunk. It does no I/O, and only the scheduler's thread calls it.
+// The manager's two tiers: the index, the slots, eviction, and the loops over a batch's rows.
+// Python decides once per batch what to store, load, fetch and write; this code runs per chunk. It
+// does no I/O, and only the scheduler's thread calls it.
 #pragma once
 
 #include <array>
@@ -27,15 +27,15 @@ struct Trust {
 
   uint32_t set_size;
   uint32_t equal = 0;   // samples that were equal in every set
-  bool ended = false;   // two ranks of a set differed, so no more single copies are stored
-  uint64_t stored = 0;  // chunks stored since `equal` was high enough
+  bool ended = false;   // two ranks in a set differed, so no more single copies are stored
+  uint64_t stored = 0;  // chunks stored since `equal` became high enough
 };
 
 class Samples {
  public:
   enum class Seen : uint8_t { SOME, ALL_EQUAL, DIFFERENT };
 
-  // Add a report. crc: the CRC of the row's payload on `rank`. ranks: the number of ranks in all
+  // Add a report. crc: the CRC of the row's payload on `rank`. ranks: the number of ranks over all
   // sets.
   Seen add(size_t row, uint32_t crc, uint32_t rank, uint32_t set_size, uint32_t ranks) {
     const size_t at = row * ranks + rank / set_size;  // there are no more sets than ranks
@@ -58,16 +58,16 @@ using Keys = std::span<const char* const>;
 // The source in which a look-up finds a chunk. SHARED: the pool of another engine.
 enum class Source : uint8_t { NONE, CPU, POOL, SHARED };
 inline constexpr size_t kSources = 4;
-// The tiers that a look-up may hit. Another engine's chunks count as chunks of the pool.
+// The tiers that a look-up may hit. Another engine's chunks count as chunks in the pool.
 inline constexpr uint8_t kFromCpu = 1, kFromPool = 2;
 
 // A chunk that other engines have dropped is written after this many requests have used it.
 inline constexpr uint32_t kUsesMin = 2;
 
-// The distance at which a loop over keys or rows prefetches memory.
+// How far ahead a loop over keys or rows prefetches memory.
 inline constexpr size_t kAhead = 16;
 
-// The maximum number of chunks that sessions give up in one step, so that a long session does not
+// The maximum number of chunks that sessions release in one step, so that a long session does not
 // delay the step.
 inline constexpr size_t kExpiredMax = 4096;
 
@@ -162,8 +162,8 @@ struct Counts {
 };
 
 // The rows of a load, as in a `Batch`. ends: the number of the request's tokens up to each chunk's
-// end; empty if all chunks are of full attention and consecutive, beginning with the chunk of the
-// first token that is loaded.
+// end; empty if all chunks use full attention and are consecutive, beginning with the chunk that
+// contains the first token to load.
 struct LoadRows {
   std::span<const int32_t> cache;
   std::span<const Place> places;
@@ -175,18 +175,18 @@ struct Options {
   Slot cache_slots = 0;
   std::vector<Slot> pool_slots;  // by target
   size_t key_bytes = 0;
-  // vLLM's numbers of the KV cache groups that are offloaded. A key ends with its group's number.
+  // vLLM's numbers for the KV cache groups that are offloaded. A key ends with its group's number.
   std::vector<uint32_t> group_ids{0};
   // Tokens per chunk, by group; 0 for a state, which covers all tokens before its end.
   std::vector<uint32_t> group_tokens{1};
   uint16_t ranks = 1;
   std::vector<uint32_t> set_sizes;  // by group; empty if all are 1
-  uint32_t equal_min = 8;           // equal samples of a group required for single copies
+  uint32_t equal_min = 8;           // equal samples that a group needs for single copies
   uint32_t sample_every = 1024;     // after that, every rank stores one chunk in this many
   uint64_t credit = 0;              // the CPU tier's credit for `Recency`, in uses
   double retain_share = 0;          // the share of each tier's slots that one client may retain
   bool writes = true;               // whether chunks are written to the pool
-  bool demotes = false;             // whether they are written on eviction, not when stored
+  bool demotes = false;             // whether they are written on eviction rather than when stored
   bool logs_moves = false;
   size_t writes_max = 1;          // bound on planned and running writes
   size_t clean_min = 1;           // if `demotes`: slots to keep free or evictable without loss
@@ -251,8 +251,8 @@ class Tiers {
   Batch plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order = {},
                   uint32_t client = 0);
   // Return how many of the tokens in [first, last) a load takes from the CPU tier, from our pool,
-  // and from other engines' pools. A token with chunks in several of these counts towards the last.
-  // Tokens whose chunks were evicted, or are outside of a window, are not counted.
+  // and from other engines' pools. A token whose chunks are in several of these counts towards the
+  // last of them. Tokens whose chunks were evicted, or are outside a window, are not counted.
   std::array<int64_t, 3> tokens_by_source(const LoadRows& rows, int64_t first, int64_t last) const;
   void supersede(Keys keys);
   // Make these keys' entries KEPT, so that they are written like any others.
@@ -260,11 +260,11 @@ class Tiers {
   // Make these chunks the next to be evicted from the CPU tier, last key first, except chunks used
   // by more than one request or waiting for write-through. Without a pool, nothing changes.
   void cool(Keys keys);
-  // Retain these chunks, given in prefix order, until second `until`, in addition to the session's
-  // others. Returns false if nothing is retained. See `Sessions`.
+  // Retain these chunks, given in prefix order, until second `until`, in addition to those that the
+  // session already retains. Returns false if nothing is retained. See `Sessions`.
   bool retain(uint64_t session, uint32_t client, uint32_t until, uint8_t priority, Keys keys);
-  // End the sessions that have expired by this second or were dropped. A call ends the retention of
-  // at most kExpiredMax chunks.
+  // End the sessions that have expired by this second or have been dropped. A call ends the
+  // retention of at most kExpiredMax chunks.
   void expire(uint32_t now);
   // Plan a fetch: the read, into a cache slot, of a chunk that is only in a pool. Returns kNoRow if
   // there is no slot, or if another engine no longer has the chunk.
@@ -327,7 +327,7 @@ class Tiers {
   Target& target(Place place) { return targets[target_of(place)]; }
   const Target& target(Place place) const { return targets[target_of(place)]; }
   Order& home(Slot slot) { return cache[slot].wanted ? *unwritten : *clean; }
-  // Return the slot to write next. In write-through mode this is the oldest, under any policy.
+  // Return the slot to write next. In write-through mode this is the oldest one, under any policy.
   Slot next_to_write() { return options_.demotes ? unwritten->peek() : arrivals_.first(); }
   // Return whether a chunk that waits to be written may be evicted: only for a store, and only if
   // no target accepts writes. Otherwise the store is refused: a prefix needs all its chunks.
@@ -430,7 +430,7 @@ class Tiers {
   Arrivals arrivals_;                  // cache slots that wait to be written, pinned or not
   HugeColumn<Stay> stays_;             // by cache slot
   size_t unkept_ = 0;                  // the number of slots that are not KEPT
-  uint64_t uses_ = uint64_t{1} << 32;  // smaller uses are for chunks to be evicted first
+  uint64_t uses_ = uint64_t{1} << 32;  // smaller values are for chunks to be evicted first
   size_t passed_over_ = 0;  // evictions of clean slots while a colder one waited to be written
   Batch writes_;            // planned
   std::array<Batch, kFetchReasons> fetches_;  // planned, by reason
