@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The C++ code that runs per chunk.
+"""The C++ code that runs once per chunk.
 
-`core` contains the I/O engine, and the pool's format and checksums. The other names belong to the
-manager's tiers, the foreign table, and the worker's transfer machine.
+`core` contains the I/O engine and the pool's on-disk format and checksums. The other names belong
+to the manager's tiers, the foreign table, and the worker's transfer machine.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// Python bindings for the foreign table, its engines and regions and, for tests, single rows.
+// Python bindings for the foreign table, its engines, its regions, and (for tests) single rows.
 #include "bindings/bindings.h"
 
 #include <nanobind/stl/tuple.h>

@@ -28,8 +28,8 @@ class Ahead {
  public:
   Ahead(const Index& index, const Foreign* foreign) : index_(index), foreign_(foreign) {}
 
-  // Start following lists of keys, which may grow. vLLM's look-ups pass the key objects in these
-  // lists.
+  // Start following lists of keys, which may grow. vLLM's look-ups pass the same key objects that
+  // these lists hold.
   void begin(const nb::iterable& lists) {
     end();
     warmed_ = foreign_ && !foreign_->empty() ? foreign_ : nullptr;
@@ -170,7 +170,7 @@ class LookUps {
   const Tiers& tiers_;
   nb::object sources_of_;
   std::array<nb::object, kSources> answers_;  // by source
-  nb::object context_;                        // the context of the last look-up
+  nb::object context_;                        // the context of the previous look-up
   uint8_t sources_ = 0;                       // the sources that the context allows
   uint8_t allowed_ = kFromCpu | kFromPool;
   bool begun_ = false;

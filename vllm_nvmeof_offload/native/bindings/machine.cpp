@@ -103,7 +103,7 @@ int64_t thread_cpu_ns() {
 }
 
 // Releases the GIL if the call processes many rows. Releasing and reacquiring it while other
-// threads wait for it costs as much as a few dozen rows.
+// threads wait for it costs as much as processing a few dozen rows.
 class Unlocked {
  public:
   explicit Unlocked(size_t rows = kRowsMin) {
@@ -131,7 +131,7 @@ std::span<const T> span_of(const Column<T>& column) {
   return {column.data(), column.size()};
 }
 
-// `nb::typed` declares the Python types in the generated stubs.
+// `nb::typed` declares the Python types for the generated stubs.
 template <typename T>
 using Array = nb::typed<nb::object, nb::ndarray<nb::numpy, T>>;
 template <typename T>
@@ -445,7 +445,7 @@ List<Copies> take_copies(Machine& machine, uint64_t passed) {
   return all;
 }
 
-// Return (number, rows) of the chunks to copy into cache slots, or None if there are none.
+// Return (number, rows) for the chunks to copy into cache slots, or None if there are none.
 nb::typed<nb::object, std::optional<Tuple<uint64_t, nb::ndarray<nb::numpy, uint64_t>>>>
 take_landings(Machine& machine) {
   LandingBatch batch = machine.take_landings();
@@ -496,7 +496,7 @@ List<std::variant<WholeReports, OneReport>> take_reports(Machine& machine) {
   return all;
 }
 
-// Return (op, [(row, code, errno) of failed rows], copied bytes, seconds) of each finished job.
+// Return (op, [(row, code, errno) of failed rows], copied bytes, seconds) for each finished job.
 List<Tuple<uint64_t, List<Tuple<uint32_t, uint8_t, int>>, uint64_t, double>> take_finished(
     Machine& machine) {
   nb::list all;
@@ -509,7 +509,7 @@ List<Tuple<uint64_t, List<Tuple<uint32_t, uint8_t, int>>, uint64_t, double>> tak
   return all;
 }
 
-// Counts and outcomes of targets since the last call, or None if there are none.
+// Per-target counts and outcomes since the last call, or None if there are none.
 using Health = std::pair<std::vector<std::tuple<size_t, uint32_t, size_t, size_t, size_t, size_t>>,
                          std::vector<std::tuple<size_t, uint32_t, bool, uint8_t, int, Place>>>;
 
@@ -572,7 +572,7 @@ std::tuple<size_t, size_t, size_t, size_t, size_t, size_t, size_t> levels(Machin
           io.writes_in_flight()};
 }
 
-// peers: (end_s, has_room) of each peer's lane.
+// peers: (end_s, has_room) for each peer's lane.
 int choose(double own_end_s, bool own_room, const std::vector<std::pair<double, bool>>& peers) {
   std::vector<LaneEstimate> estimates;
   estimates.reserve(peers.size());
@@ -642,7 +642,7 @@ void serve(Machine& machine, const std::vector<uint64_t>& tokens, const ChunkBat
   machine.serve(tokens, columns_of(batch), within_s);
 }
 
-// Return (token, code, errno) of each read for a peer that has ended.
+// Return (token, code, errno) for each read for a peer that has ended.
 std::vector<std::tuple<uint64_t, uint8_t, int>> take_served(Machine& machine) {
   std::vector<std::tuple<uint64_t, uint8_t, int>> all;
   for (const Machine::Served& one : machine.take_served())

@@ -37,8 +37,9 @@ std::array<uint8_t, 16> sixteen(const nb::bytes& given) {
 
 std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
 
-// targets: descriptors of slab, table and log. logs: number of pages, first page's sequence, lease
-// generation. permits: addresses of the permit words, or 0 without a lease.
+// targets: each target's descriptors of slab, table and log. logs: the number of pages, the first
+// page's sequence number, the lease generation. permits: the address of each permit word, or 0
+// without a lease.
 void make_engine(Engine* at, const std::vector<std::tuple<int, int, int>>& targets, uintptr_t base,
                  size_t bytes, const std::vector<nb::bytes>& regions,
                  const std::vector<std::tuple<uint32_t, uint64_t, uint64_t>>& logs, uint16_t rank,

@@ -39,7 +39,7 @@ View<T> view(nb::handle owner, const SmallColumn<T>& column) {
   return nb::cast(nb::ndarray<nb::numpy, const T>(column.data(), 1, shape, owner));
 }
 
-// `nb::typed` declares the Python types in the generated stubs.
+// `nb::typed` declares the Python types for the generated stubs.
 using PyKey = nb::typed<nb::handle, nb::bytes>;
 using PyKeys = nb::typed<nb::handle, nb::typed<nb::sequence, nb::bytes>>;
 template <typename... Items>
@@ -72,8 +72,8 @@ class KeyList {
   std::vector<const char*> keys_;
 };
 
-// A user's `EvictionPolicy`. Evictable slots are recorded here too, because a policy that returns a
-// slot in use would cause its data to be overwritten.
+// A user's `EvictionPolicy`. Evictable slots are recorded here too, because a policy that returned
+// a slot in use would cause that slot's data to be overwritten.
 class PythonOrder final : public Order {
  public:
   PythonOrder(nb::object policy, size_t slots) : policy_(std::move(policy)), inside_(slots) {}
@@ -254,7 +254,7 @@ std::optional<Held> held(const Tiers& tiers, Row row) {
   return Held{row, tiers.index[row].generation, tiers.index[row].cache};
 }
 
-// Return (state, generation, cache slot, place, key) of every entry, for inspection. Cache slots
+// Return (state, generation, cache slot, place, key) for every entry, for inspection. Cache slots
 // and places are encoded as in `protocol.ChunkBatch`.
 ListOf<int, uint64_t, int32_t, Place, nb::bytes> entries(const Tiers& tiers) {
   nb::list found;
@@ -277,7 +277,7 @@ size_t sum(const Tiers& tiers, Count count) {
   return total;
 }
 
-// Take the oldest moves, up to `limit` bytes of keys: (tier, removed, joined keys) of each.
+// Take the oldest moves, up to `limit` bytes of keys: (tier, removed, joined keys) for each.
 ListOf<int, bool, nb::bytes> take_moves(Tiers& tiers, size_t limit) {
   nb::list taken;
   while (limit > 0 && !tiers.moves.empty()) {
@@ -300,7 +300,7 @@ nb::bytes bytes_of(const SmallColumn<T, kInside>& column) {
   return nb::bytes(column.data(), column.size() * sizeof(T));
 }
 
-// Return copies as a `protocol.ChunkBatch`, because the rows change later.
+// Return copies of the columns as a `protocol.ChunkBatch`, because the rows change later.
 ChunkBatch columns(const Batch& batch) {
   return nb::make_tuple(bytes_of(batch.keys), bytes_of(batch.generations), bytes_of(batch.cache),
                         bytes_of(batch.places), bytes_of(batch.groups));

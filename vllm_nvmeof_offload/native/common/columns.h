@@ -23,7 +23,7 @@ namespace nvmeof {
 inline constexpr size_t kHugePage = size_t{2} << 20;
 
 // A fixed number of items, initially zero. A column of at least one huge page uses memory only for
-// the pages written: most of the space reserved for parts of divided slots is never used.
+// the pages that are written: most of the space reserved for parts of divided slots is never used.
 template <typename T>
 class HugeColumn {
  public:
@@ -56,7 +56,7 @@ class HugeColumn {
   static T* allocate(size_t count) {
     if (count > SIZE_MAX / sizeof(T)) throw std::bad_alloc();
     if (!is_huge(count)) {
-      void* const items = std::calloc(count + 1, sizeof(T));  // never 0, so `data` is not null
+      void* const items = std::calloc(count + 1, sizeof(T));  // at least 1, so `data` is never null
       if (!items) throw std::bad_alloc();
       return static_cast<T*>(items);
     }
@@ -91,7 +91,7 @@ struct Pages {
 template <typename T>
 using PageVector = std::vector<T, Pages<T>>;
 
-// A vector that stores up to kInside items inline. A step may contain hundreds of ops of one chunk,
+// A vector that stores up to kInside items inline. A step may contain hundreds of one-chunk ops,
 // and each of their columns would otherwise cost an allocation and a cache miss.
 template <typename T, uint32_t kInside = 1>
 class SmallColumn {
@@ -156,7 +156,7 @@ class SmallColumn {
   void drop() {
     if (data_ != inside_) delete[] data_;
   }
-  // Move the items of `other` here. The caller has dropped this column's items.
+  // Move the items of `other` here. The caller must have dropped this column's items.
   void take(SmallColumn& other) {
     const bool is_inside = other.data_ == other.inside_;
     if (is_inside) std::memcpy(inside_, other.inside_, sizeof(inside_));

@@ -30,8 +30,8 @@ class Geometry {
 
   size_t blocks_per_chunk() const { return blocks_per_chunk_; }
 
-  // Append (KV cache address, offset in the payload, size) of each piece to `rows`. Append the
-  // index of each chunk's first piece, then that of the end, to `firsts`. `blocks` belong to
+  // Append each piece's (KV cache address, offset in the payload, size) to `rows`. Append to
+  // `firsts` the index of each chunk's first piece, followed by the end index. `blocks` belong to
   // consecutive chunks and start at position `first` of the first chunk.
   void pieces(std::span<const int32_t> blocks, size_t first, size_t chunks,
               std::vector<uint64_t>& rows, std::vector<uint32_t>& firsts) const {
@@ -84,9 +84,8 @@ class Geometry {
   uint64_t block_count_ = uint64_t{1} << 31;
 };
 
-// The GPU blocks of a store or load: `ids`, group by group; per group, the number of blocks
-// (`sizes`) and the first block's index in its request (`firsts`); `groups` of the chunks,
-// ascending.
+// The GPU blocks of a store or load. ids: group by group. sizes, firsts: per group, the number of
+// blocks and the first block's index in its request. groups: each chunk's group, ascending.
 struct JobBlocks {
   std::span<const int32_t> ids;
   std::vector<size_t> sizes, firsts;
@@ -97,7 +96,7 @@ class CacheGeometry {
  public:
   explicit CacheGeometry(std::vector<Geometry> groups) : groups_(std::move(groups)) {}
 
-  // Append the pieces of a job. A chunk to store gets none if any of its blocks is missing.
+  // Append a job's pieces. A chunk to store gets none if any of its blocks is missing.
   void pieces(const JobBlocks& job, bool is_store, std::vector<uint64_t>& rows,
               std::vector<uint32_t>& firsts) const {
     require(job.sizes.size() == groups_.size() && job.firsts.size() == groups_.size(),

@@ -1,11 +1,11 @@
 // SPDX-License-Identifier: Apache-2.0
 // Measures each target's rate while operations are in flight. By Little's law, the rate is the
-// number of operations in flight times the bytes of each, divided by the time of each. The rate is
-// thus distorted neither by idle time nor by operations that outlast a period.
+// number of operations in flight times the bytes per operation, divided by the time per operation.
+// The rate is thus distorted neither by idle time nor by operations that outlast a period.
 //
 // An unsaturated period yields bounds instead: at least the measured rate, and at most about `s /
-// n` times as much if `n` operations were in flight and `s` saturate the target. A known rate
-// outside these bounds moves towards the nearer one. Thus a few reads do not make a target look
+// n` times that rate, where `n` operations were in flight and `s` saturate the target. A known rate
+// outside these bounds moves towards the nearer one. A few reads thus do not make a target look
 // slow, and a target that has become slow is noticed even if it is rarely used.
 #pragma once
 
@@ -15,7 +15,7 @@
 
 namespace nvmeof {
 
-// The meter of one target in one direction. Times are in seconds on one monotonic clock.
+// The meter for one target in one direction. All times are in seconds, by the same monotonic clock.
 class Meter {
  public:
   // saturating: the number of operations in flight that saturates the target.
@@ -61,7 +61,7 @@ class Meter {
   static constexpr double kStallS = 1.0;
   static constexpr double kNewest = 0.5;  // weight of the newest period
 
-  // Add the time since the last call. Must precede any change of the other counts.
+  // Add the time since the last call. Must be called before any other count changes.
   void count(double now_s) {
     const double passed_s = std::max(0.0, now_s - counted_until_s_);
     if (in_flight_ > 0) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Operations, outcomes, places and cache slots, as encoded in commands and reports; assertions of
-// the protocol's rules, and mutants that break these rules.
+// Operations, outcomes, places and cache slots, as encoded in commands and reports; also,
+// assertions of the protocol's rules, and mutants that break those rules.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,8 @@ inline void require(bool holds, const char* rule) {
   if (!holds) throw BrokenRule(rule);
 }
 
-// The rule to break, to prove that the simulator detects this. Only the test build of the module
-// has mutants; in other builds `mutant` is false at compile time.
+// The rule to break in order to prove that the simulator detects the violation. Only the test build
+// of the module has mutants; in other builds `mutant` is false at compile time.
 #ifdef NVMEOF_MUTANTS
 inline std::string active_mutant;
 inline bool mutant(std::string_view name) { return active_mutant == name; }
@@ -45,8 +45,8 @@ inline bool mutant(std::string_view name) { return active_mutant == name; }
 constexpr bool mutant(const char*) { return false; }
 #endif
 
-// ---- places, as in `protocol.py`. Ranks with equal bytes of a group form a set. Member m in a
-// place or cache slot means that rank m of each set has the only copy in that set.
+// ---- places, as in `protocol.py`. Ranks that hold equal bytes for a group form a set. Member m in
+// a place or cache slot means that rank m of each set has the only copy in that set.
 
 // The place of a chunk in the pool: owner (15 bits), member (8), target (8), slot (32); or -1 for
 // none. Owner 0 is this engine.
@@ -65,7 +65,7 @@ inline uint32_t owner_of(Place place) { return static_cast<uint32_t>(place >> 48
 inline bool is_foreign(Place place) { return place >= int64_t{1} << 48; }
 inline Place owned_by(uint32_t owner, Place place) { return int64_t{owner} << 48 | place; }
 
-// A cache slot in a batch: its row in the low 24 bits, and above them the member + 1, or 0 for all.
+// A cache slot in a batch: its row in the low 24 bits; above them, the member + 1, or 0 for all.
 inline int32_t cache_slot(uint32_t row, uint32_t member) {
   return static_cast<int32_t>((member == kEveryMember ? 0 : member + 1) << 24 | row);
 }
