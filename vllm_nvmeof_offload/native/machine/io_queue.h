@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
-// The queues in front of the lanes, which control order, bounds and the single retry, and collect
+// The queues in front of the lanes. They enforce order, bounds, and the single retry, and collect
 // the data for judging each target's health.
 //
 // Reads precede writes. Among reads, the order is: loads, urgent fetches, reads for peers, other
@@ -58,9 +58,9 @@ struct IoOptions {
   // Bounds per target. Operations past their deadlines do not count, so that a hanging path cannot
   // stop the others. One operation of each kind may always start.
   size_t read_bytes_max = SIZE_MAX;
-  size_t write_bytes_max = SIZE_MAX;               // an upper limit, see `TargetQueue::writes_at`
+  size_t write_bytes_max = SIZE_MAX;               // an upper limit; see `TargetQueue::writes_at`
   size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads from the target wait or run
-  Stamp stamp;                                     // of every target, until a reset
+  Stamp stamp;                                     // every target's, until a reset
   double serve_share = 1;             // maximum share of a target's reads and bytes used for peers
   size_t serve_bytes_max = SIZE_MAX;  // for reads for peers; half that while loads also read
   size_t peers = 0;                   // the number of peer lanes, which follow the targets'
@@ -103,7 +103,7 @@ struct PeerState {
   uint64_t lost = 0;          // how often its session has been lost or has stalled
 };
 
-// The lane of a peer. A failed read still counts until it is released.
+// A peer's lane. A failed read still counts until it is released.
 struct PeerLane {
   PeerState state;
   size_t reads = 0, bytes = 0;  // our reads at the peer, and their bytes
