@@ -15,7 +15,7 @@
 
 namespace nvmeof {
 
-// The meter for one target in one direction. All times are in seconds, by the same monotonic clock.
+// The meter for one target in one direction. All times are in seconds, on the same monotonic clock.
 class Meter {
  public:
   // saturating: the number of operations in flight that saturates the target.

@@ -55,7 +55,7 @@ inline Identity identity_of(std::string_view key, uint64_t generation) {
 
 inline constexpr int64_t kNoCrc = -1;
 
-// A read or write of one slot. Slots of other engines are only read.
+// A read or write of one slot. Other engines' slots are only ever read.
 struct LaneOp {
   uint64_t token = 0;
   OpKind kind = OpKind::LOAD;  // the kind of its op, for lanes that inject faults
@@ -71,7 +71,7 @@ struct LaneOp {
   // In a read: return the payload's CRC from the header; the copy checks it, so the lane need not.
   bool header_only = false;
   size_t peer = 0;       // in a peer lane: the peer that reads the slot
-  int64_t until_ns = 0;  // in a peer lane: the end of this attempt, by the machine's clock
+  int64_t until_ns = 0;  // in a peer lane: the end of this attempt, on the machine's clock
 
   bool is_read() const { return urgency != Urgency::WRITE; }
   std::byte* data() const { return reinterpret_cast<std::byte*>(address); }
@@ -115,7 +115,7 @@ class NativeLanes {
   // keeps running and its end will be ignored; a write then gets no table entry.
   virtual bool cancel_one(uint64_t token) = 0;
   virtual void ended(std::vector<LaneEnd>& ends) = 0;
-  // Append tokens of operations completed by the device, so that it can get more work. Optional.
+  // Collect tokens of operations completed by the device, so that it can get more work. Optional.
   virtual void landed(std::vector<uint64_t>& /*tokens*/) {}
 };
 

@@ -113,7 +113,7 @@ class TargetRing {
   void submit(const LaneOp& request);
   void kick();
   void replace(Target target);
-  // Use these files for later reads of this engine's slots. They must stay open meanwhile.
+  // Use these files for later reads of this engine's slots. They must outlive those reads.
   void attach(uint16_t owner, const ForeignSlab& files);
   void detach(uint16_t owner);
   // Cancel an operation. Returns false if it is unknown, or keeps running but gets no table entry.

@@ -94,8 +94,9 @@ struct ForeignSlab {
   Region region;
 };
 
-// The write permit of a region with a lease: the time, by `boot_ns`, until which writes may start.
-// The lease's keeper advances it in shared memory, or sets it to 0 if the lease is lost.
+// The write permit of a region with a lease: the time, on the clock of `boot_ns`, until which
+// writes may start. The lease's keeper advances it in shared memory, or sets it to 0 if the lease
+// is lost.
 class Permit {
  public:
   // word: null if the region has no lease and may be written at any time.
@@ -138,8 +139,8 @@ uint32_t crc_share(uint32_t crc, size_t bytes_after);
 // part's CRC without the inversions. sizes: the number of bytes in each part.
 uint32_t join_crcs(const uint32_t* words, const uint64_t* sizes, size_t parts);
 
-// Copy like `memcpy`, and extend `crc`, the CRC of the preceding bytes, while the bytes copied are
-// in the CPU cache.
+// Copy like `memcpy`, and extend `crc`, the CRC of the preceding bytes, while the copied bytes are
+// still in the CPU cache.
 uint32_t copy_crc32c(void* to, const void* from, size_t bytes, uint32_t crc);
 
 // Like `copy_crc32c`, but compute the CRC from the bytes that arrived at `to`.
