@@ -46,8 +46,8 @@ class Foreign : public ForeignReader {
   // Return whether a process holds the engine's directory, and thus manages its chunks.
   bool lives(uint32_t number) const { return owner(number).state == OwnerState::COMPLETE; }
 
-  // -- attachments ------------------------------------------------------------------
-  // Record that a command will name places of this engine, which has just been accepted.
+  // -- attachments ------------------------------------------------------------------ Record that a
+  // command will name places in the pool of this engine, which was just accepted.
   void use(uint32_t number);
   bool is_used() const { return !attached_.empty(); }
   // Return, once each, the engines that commands name and that workers must still attach.
@@ -70,8 +70,7 @@ class Foreign : public ForeignReader {
   };
   struct HashRow {
     size_t operator()(const ForeignRow& row) const {
-      // Neighbouring slots often have neighbouring generations, so a plain sum of both would
-      // collide.
+      // Neighbouring slots often have neighbouring generations, so plain sums would collide.
       const uint64_t mixed = static_cast<uint64_t>(row.place) * 0x9e3779b97f4a7c15;
       return static_cast<size_t>((mixed + row.generation) * 0xbf58476d1ce4e5b9);
     }

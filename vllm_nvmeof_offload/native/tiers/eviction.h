@@ -432,7 +432,7 @@ static_assert(sizeof(SavedSession) == 21);
 // is dropped. A chunk is retained until the last of its sessions ends.
 //
 // A client is a number that stands for a salt, or 0 if unknown. The salt is part of every key, so a
-// chunk has only one client. If a client has reached its limit, its sessions of lower priority lose
+// chunk has only one client. If a client has reached its limit, its lower-priority sessions lose
 // their last chunks to make room.
 //
 // A session that expires at second s is in `wheel_[s % kWheel]`: each second examines one list.

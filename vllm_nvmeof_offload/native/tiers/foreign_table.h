@@ -6,7 +6,7 @@
 // The memory is a memfd that both processes map:
 //
 //     0         u64 magic · u64 area · u64 requested version · u64 time of the last scan · u64 rows
-//               · u64 last version requested with all the owners' chunks · u64 log overruns
+//               · u64 last version requested for all of the owners' chunks · u64 log overruns
 //     4 KiB     states of owners 1, 2, …, 64 bytes each
 //     1 MiB …   areas of buckets; `area` names the newest
 //
@@ -31,7 +31,7 @@ namespace nvmeof {
 // DEAD: like COMPLETE, but no process holds the owner's directory. Its chunks can still be read.
 enum class OwnerState : uint32_t { NONE, SCANNING, COMPLETE, DEAD };
 
-// The record of an owner, which fills one cache line.
+// An owner's record, which fills one cache line.
 struct OwnerRecord {
   uint64_t version = 0;  // the version requested when its rows were last rebuilt
   std::array<uint8_t, kTagBytes> tag{};
@@ -65,7 +65,7 @@ class ForeignTable {
   OwnerRecord owner(uint32_t number) const;
   uint64_t rows() const { return word(kRowsAt).load(std::memory_order_relaxed); }
   bool empty() const { return rows() == 0; }
-  // Return when the last scan ended, by CLOCK_MONOTONIC, or 0 if none has.
+  // Return when the last scan ended, in CLOCK_MONOTONIC time, or 0 if none has.
   int64_t scanned_ns() const {
     return static_cast<int64_t>(word(kScannedAt).load(std::memory_order_relaxed));
   }

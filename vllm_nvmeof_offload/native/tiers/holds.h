@@ -64,7 +64,7 @@ class Holds {
   void ended(uint64_t op, const Batch& batch, std::span<const uint32_t> rows, bool probe);
   // Record that the chunks of these rows of an op are no longer in their cache slots.
   void lost(const Batch& batch, std::span<const uint32_t> rows);
-  // Release all holds, after every entry was doomed and all unsent fetches were dropped.
+  // Release all holds, after every entry has been doomed and all unsent fetches have been dropped.
   void reset();
 
   std::vector<Row> rows() const;

@@ -83,7 +83,7 @@ class Index {
   size_t size() const { return size_; }
   size_t key_bytes() const { return key_bytes_; }
   Row capacity() const { return capacity_; }
-  // Return the first row that never had an entry.
+  // Return the first row that has never had an entry.
   Row end() const { return next_; }
   Entry& operator[](Row row) { return *reinterpret_cast<Entry*>(at(row)); }
   const Entry& operator[](Row row) const {
