@@ -72,17 +72,17 @@ def start_child(
 
 
 def accompany(work: Callable[[int], None]) -> None:
-    """Fork, run `work` in the child, and exit. This process was started by a `Companion`. `work`
-    gets the descriptor of the shared memory, and returns when standard input is closed."""
+    """Fork, run `work` in the child, and exit. A `Companion` started this process. `work` gets the
+    descriptor of the shared memory, and returns when standard input is closed."""
     if os.fork():
         os._exit(0)
     work(int(sys.argv[-1]))
     os._exit(0)  # do not wait for threads that hang
 
 
-#: The longest wait for a stopped process to exit; a process blocked in the kernel exits later.
+#: The maximum wait for a stopped process to exit. A process blocked in the kernel exits later.
 _END_S_MAX = 0.5
-#: The longest wait for the thread, above `_END_S_MAX`; it ends later only if a start hangs.
+#: The maximum wait for the thread, above `_END_S_MAX`. It ends later only if a process start hangs.
 _STOP_S_MAX = 2.0
 
 
@@ -99,11 +99,12 @@ class Companion:
         lines_s: float | None = None,
         first_s: float = 0.0,
     ) -> None:
-        """Start the process after `first_s`, and again `restart_s` after each exit.
+        """Start the process after `first_s` seconds, and again `restart_s` seconds after each exit.
 
         `what` names the process in the log. `fd` refers to shared memory; the process gets a
         duplicate as the last argument of `command`. The result of `lines` is written to the
-        process's input at start and every `lines_s` (None: never again), unless the pipe is full.
+        process's input at start and every `lines_s` seconds (None: only at start), unless the pipe
+        is full.
         """
         self._what, self._command, self._restart_s = what, command, restart_s
         self._lines, self._lines_s, self._first_s = lines, lines_s, first_s
@@ -164,7 +165,7 @@ class Companion:
         return True
 
     def _wait(self, output: IO[bytes] | None, seconds: float | None) -> bool:
-        """Wait for a stop, at most `seconds`; return whether the process closed its output."""
+        """Wait up to `seconds` for a stop; return whether the process closed its output."""
         fds = [] if output is None else [output.fileno()]
         return not {*fds}.isdisjoint(_poll([*fds, self._wake_fd], seconds))
 

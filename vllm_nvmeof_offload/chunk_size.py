@@ -10,13 +10,13 @@ from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import GroupKind
 
-#: The default maximum of tokens per chunk. It is low, because a request reuses only whole chunks.
+#: The default maximum number of tokens per chunk; low, because a request reuses only whole chunks.
 _CHUNK_TOKENS_MAX = 256
 
 
 def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
     """Return the blocks per chunk: the configured number, or enough for `chunk_bytes_min` within
-    the token limit. `block_bytes` is a block's size on one rank, `block_tokens` its tokens."""
+    the token limit. `block_bytes` is a block's size on one rank, `block_tokens` its token count."""
     if config.blocks_per_chunk is not None:
         return config.blocks_per_chunk
     if config.block_size is not None:
@@ -30,7 +30,7 @@ def blocks_of_chunk(
 ) -> tuple[int, str]:
     """Return the number of blocks per chunk, and a warning if it does not suit all groups, else "".
 
-    Only a configured number can be unsuitable; raises ConfigError if it cannot work at all.
+    Only a configured number can be unsuitable. Raises ConfigError if that number cannot work.
     `block_bytes` is as in `chunk_blocks`.
     """
     blocks = chunk_blocks(config, block_bytes, groups[0].block_tokens)
@@ -56,14 +56,14 @@ def blocks_of_chunk(
 
 @dataclass(frozen=True, slots=True)
 class GroupBlocks:
-    """A group's blocks. `span_tokens` is the length of a window or of an attention chunk."""
+    """A group's blocks. `span_tokens` is the length of a window or an attention chunk."""
 
     kind: GroupKind
     block_tokens: int
     span_tokens: int | None = None
 
     def fits(self, blocks_per_chunk: int) -> bool:
-        """Return whether vLLM still has all of a chunk's blocks when it computes the last of them.
+        """Return whether vLLM still has all of a chunk's blocks when it computes the last one.
 
         vLLM frees the first blocks earlier if a chunk exceeds the window or spans two attention
         chunks.

@@ -89,7 +89,7 @@ ServerUrl = Annotated[
 
 
 def _with_deployment(*only: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace a command's `**given` with options for the `Deployment` fields `only`, or all."""
+    """Replace a command's `**given` with options for the `Deployment` fields in `only`, or all."""
     hints = get_type_hints(Deployment)
 
     def replaced(command: Callable[..., None]) -> Callable[..., None]:
@@ -179,7 +179,7 @@ def doctor(
     named: dict[str, Any] = {"staging_bytes": staging, "pool_bytes": pool, "peers": peer}
     named["share_secret_file"] = share_secret_file
     settings, errors = diagnose({key: value for key, value in named.items() if value})
-    raise_all([one for one in errors if one.key != "pool_bytes"])  # a wrong --pool is a finding
+    raise_all([one for one in errors if one.key != "pool_bytes"])  # a bad --pool is a finding
     size = pool if settings.pool_bytes is None else settings.pool_bytes
     planned = (target or settings.targets, settings.staging_bytes, as_json, measure, calibrate)
     raise typer.Exit(examine(*planned, settings.peers, share_secret(settings), size, url))
@@ -270,10 +270,10 @@ def top(
         bool, typer.Option("--json", help="Print JSON, with every metric; implies --once.")
     ] = False,
 ) -> None:
-    """Watch servers: tiers, sources of tokens, rates, queues, decisions, verdicts, lost chunks.
+    """Watch servers: tiers, token sources, rates, queues, decisions, verdicts, lost chunks.
 
     Rates are computed from two readings of /metrics; an idle server's gauges do not change. Digits
-    select the view, n selects the next server, q quits.
+    select the view, n selects the next server, and q quits.
     """
     from vllm_nvmeof_offload.commands.top import run
 
@@ -297,8 +297,8 @@ def try_server(
 ) -> None:
     """Prove on a running server that a repeated prompt is loaded from a tier.
 
-    Sends random words, empties the GPU's prefix cache, and sends the same words again. Prints the
-    time to the first token, the sources of the tokens, and whether the answers agree. Without
+    Send random words, empty the GPU's prefix cache, and send the same words again. Print the time
+    to the first token, the sources of the tokens, and whether the answers agree. Without
     VLLM_SERVER_DEV_MODE=1 the server cannot empty its cache; other prompts then evict the content.
     """
     from vllm_nvmeof_offload.errors import OffloadError
@@ -376,8 +376,8 @@ def config_check(
 ) -> None:
     """Check a configuration as a server would on this machine, and report all errors at once.
 
-    Accepts a whole --kv-transfer-config, only its kv_connector_extra_config, or a file for vLLM's
-    --config. Creates nothing.
+    The source can be a whole --kv-transfer-config, only its kv_connector_extra_config, or a file
+    for vLLM's --config. Nothing is created.
     """
     from vllm_nvmeof_offload.commands import configuration
 
@@ -393,7 +393,7 @@ def list_pools(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """List targets and their pools: entries, size, last use, and the process that uses each.
+    """List targets and their pools: entries, size, last use, and the process using each one.
 
     Pools of other models and format versions are included. A region is one rank's part of a pool
     on one target.
@@ -456,7 +456,7 @@ def remove_pool(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a pool unless a running server uses it. Deletes only files of this program."""
+    """Remove a pool unless a server is using it. Delete only files created by this program."""
     from vllm_nvmeof_offload.commands.pool import show
 
     if salt == "-":
@@ -473,10 +473,10 @@ def prune_pools(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove the pools that no server has used for some time, for example after an upgrade of vLLM.
+    """Remove the pools that no server has used for some time, for example after a vLLM upgrade.
 
-    Lists the directories and asks first. Never removes a pool that a running server uses or reads,
-    and deletes only files of this program. Name all targets of a pool in one call.
+    List the directories and ask first. Never remove a pool that a server is using or reading, and
+    delete only files created by this program. Name all of a pool's targets in one call.
     """
     from vllm_nvmeof_offload.commands.pool import show
 
@@ -487,7 +487,7 @@ def prune_pools(
 def prefill(which: MaybeWhich = None, target: Targets = None, as_json: AsJson = False) -> None:
     """Write zeros into slots that were never written, so that first writes run at full speed.
 
-    The pool must exist and must not be in use. Stored slots are not changed.
+    The pool must exist and must not be in use. Slots that hold chunks are not changed.
     """
     from vllm_nvmeof_offload.commands.pool import show
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Configuration: the keys, their parser, and the checks that need this machine.
+"""Configuration: the keys, their parser, and the checks that depend on this machine.
 
 `kv_connector_extra_config` takes precedence over the environment variable `VLLM_NVMEOF_<KEY>`, and
 the variable over the default. tools/config_doc.py generates docs/configuration.md from the keys.
@@ -57,7 +57,7 @@ _POOL_BYTES_DEFAULT_MAX = 100 * GIB
 POOL_BYTES_DEFAULT_MAX_LAYER = GIB
 #: Two, so that one slot can be filled while the other is copied.
 _STREAM_SLOTS_MIN = 2
-#: The most reads for peers that one rank may have in progress.
+#: The maximum number of reads for peers that one rank may have in progress.
 _SERVE_SLOTS_MAX = 1024
 _SECRET_BYTES_MIN, _SECRET_BYTES_MAX = 16, 4096
 _MAKE_SECRET = "create one with `(umask 077; openssl rand -hex 32 > FILE)`; copy it to each server"
@@ -72,10 +72,10 @@ _VLLM_KEYS = {
     *("spec_name", "spec_module_path", "blocks_per_chunk", "block_size", "offload_prompt_only"),
     *("self_describing_kv_events", "sync_load_budget_bytes", "canonical_layout"),
 }
-#: The entry of `kv_connector_extra_config` for the stamps of the models' files, taken by the plugin
+#: The `kv_connector_extra_config` entry for the stamps of the models' files, which the plugin takes
 #: before vLLM reads the files. The entry is not a key, because users never set it.
 WEIGHTS_SEEN = "_weights_seen"
-#: Keys of other backends, and the key that the error suggests instead.
+#: Keys of other backends, each with the key that the error suggests instead.
 _FOREIGN_KEYS = {
     "cpu_bytes_to_use": "staging_bytes",
     "num_cpu_blocks": "staging_bytes",
@@ -87,10 +87,10 @@ _FOREIGN_KEYS = {
 #: and our block_size, which must not be suggested.
 _SIMILARITY_MIN = 0.63
 
-#: Mistakes in a target: a shell variable, or two paths separated by a comma or a colon.
+#: Mistakes in a target: an unexpanded shell variable, or two paths separated by a comma or a colon.
 _VARIABLE, _TWO_PATHS = re.compile(r"\$\w|\$\{"), re.compile(r"[:,]\s*[/~]")
 
-#: Values of `share` that are not names of groups.
+#: Values of `share` that are not group names.
 _NO_GROUPS = frozenset({"off", "host"})
 
 # -- keys ---------------------------------------------------------------------------------
@@ -125,7 +125,7 @@ _SIZE_TO_GIB = f"{_SIZE} from 4KiB to 1GiB"
 
 
 def _key(default: Any, unit: str, allowed: str, meaning: str, **limits: Any) -> Any:
-    """Declare a key. Error messages say "give" and `allowed`."""
+    """Declare a key. Error messages say "give", followed by `allowed`."""
     limits["default_factory" if callable(default) else "default"] = default
     extra: dict[str, Any] = {"unit": unit, "allowed": allowed}
     return Field(description=meaning, json_schema_extra=extra, **limits)
@@ -149,27 +149,27 @@ class Tuning(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    #: Slots per rank through which loads stream, twice as many with peers; at most a quarter of the
-    #: rank's pinned memory. 64 slots of 1 MiB hold `read_bytes_in_flight_max`.
+    #: Slots per rank through which loads stream, doubled with peers. They take at most a quarter of
+    #: the rank's pinned memory. 64 slots of 1 MiB hold `read_bytes_in_flight_max`.
     stream_slots: Annotated[int, Field(ge=_STREAM_SLOTS_MIN)] = 64
-    #: The most reads and the most writes in flight per target with io_uring. Doubling this and the
-    #: read bytes in flight raised reads of 512 KiB from 0.945 to 0.959 of a bare ring's rate, and
-    #: left reads of 4 MiB at 0.938.
+    #: The maximum number of reads, and of writes, in flight per target with io_uring. Doubling this
+    #: and the read bytes in flight raised 512 KiB reads from 0.945 to 0.959 of a bare ring's rate,
+    #: and left 4 MiB reads at 0.938.
     io_depth: _Count = 64
     #: The approximate size of the operations into which io_uring splits a chunk, so that a large
     #: operation does not delay others.
     io_split_bytes: _Bytes = MIB
-    #: Threads per rank that read and write if io_uring is denied, divided among the targets. Each
+    #: The number of I/O threads per rank if io_uring is denied, divided among the targets. Each
     #: target has at least two threads and reserves one for reads.
     io_threads: Annotated[int, Field(ge=2)] = 8
-    #: The bound on bytes in flight, per rank and, with io_uring, per target. Devices complete reads
-    #: in bursts, so the bound is eight times what a 100 Gb/s link carries in 0.6 ms.
+    #: The bound on bytes being read, per rank and, with io_uring, per target. Devices complete
+    #: reads in bursts, so the bound is eight times what a 100 Gb/s link carries in 0.6 ms.
     read_bytes_in_flight_max: _Bytes = 64 * MIB
     #: The same for writes. With io_uring, the bound is lowered to what the target writes in
     #: 12.5 ms, but not below 32 MiB.
     write_bytes_in_flight_max: _Bytes = 64 * MIB
-    #: The bound on bytes being written while reads wait or run, to keep reads fast. One write may
-    #: always run.
+    #: The bound on bytes being written while reads are waiting or running, to keep reads fast. One
+    #: write may always run.
     write_bytes_beside_reads_max: _Bytes = 512 * KIB
     #: The time after which a write counts as failed; its chunk then remains only in the CPU tier.
     #: It is long, because no request waits for a write. It also limits a reset's superblock writes.
@@ -178,14 +178,15 @@ class Tuning(BaseModel):
     #: or a kernel on a few multiprocessors where calibration found it at least 1.5 times as fast.
     copy_backend: Literal["auto", "dma", "kernel"] = "auto"
     #: The processor that computes and verifies the checksums of whole chunks. gpu: during copies
-    #: from or to GPU memory or, on vLLM's CPU engine, in the copying thread. gpu is unmeasured.
+    #: from or to GPU memory or, on vLLM's CPU engine, in the copying thread. gpu's speed is
+    #: unmeasured.
     checksum_at: Literal["cpu", "gpu"] = "cpu"
     #: A control file that makes pool I/O fail or deliver wrong KV, only for tests.
     fault_injection: Annotated[str, Field(min_length=1)] | None = None
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Tuning:
-        """Read the settings from `EXPERIMENT`. Raises ConfigError for an unknown field, a wrong
+        """Read the settings from `EXPERIMENT`. Raises ConfigError for an unknown field, an invalid
         value, or fault injection that `ALLOW_FAULTS` does not allow."""
         text = env.get(EXPERIMENT, "{}")
         try:
@@ -209,7 +210,7 @@ TUNING = Tuning()
 
 
 class OffloadConfig(BaseModel):
-    """All settings of one engine. Frozen; the same in the scheduler and in every worker."""
+    """All settings for one engine. Frozen, and the same in the scheduler and in every worker."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -509,7 +510,7 @@ def _notes(key: str) -> dict[str, str]:
 
 
 def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None) -> OffloadConfig:
-    """Parse `kv_connector_extra_config` and the environment variables of keys not given in it.
+    """Parse `kv_connector_extra_config` and the environment variables for keys not given in it.
 
     Raises ConfigError for an unknown key or variable, a wrong type, a value that cannot work, and
     fault injection that `ALLOW_FAULTS` does not allow.
@@ -522,7 +523,7 @@ def parse_config(extra: Mapping[str, Any], env: Mapping[str, str] | None = None)
 def diagnose(
     extra: Mapping[str, Any], env: Mapping[str, str] | None = None
 ) -> tuple[OffloadConfig, list[ConfigError]]:
-    """Parse like `parse_config`, but return the errors; keys with errors have their defaults."""
+    """Parse like `parse_config`, but return the errors; keys with errors keep their defaults."""
     env = os.environ if env is None else env
     errors: list[ConfigError] = []
     values = _from_env(env, errors)
@@ -629,7 +630,7 @@ class Replica:
 
     @property
     def engine(self) -> str:
-        """Return an identifier of this replica, the same on all of its ranks; "" if unknown."""
+        """Return an identifier for this replica, the same on all its ranks, or "" if unknown."""
         return f"{self.server}/{self.index}" if self.server else ""
 
 
@@ -644,10 +645,11 @@ class TargetInfo:
 
 
 def check_targets(config: OffloadConfig, *, create: bool = True) -> list[TargetInfo]:
-    """Create missing targets with mode 0700 and write a byte to each; do nothing without a pool.
+    """Create missing targets (mode 0700) and write a byte to each target. Without a pool, do
+    nothing.
 
-    Raises ConfigError for a target that is not a directory, cannot be created or written, or is on
-    the root file system without permission. Without `create`, nothing on disk is changed.
+    Raises ConfigError for a target that is not a directory, cannot be created or written to, or is
+    on the root file system without permission. Without `create`, nothing on disk is changed.
     """
     if config.pool_bytes == 0:
         return []
@@ -785,10 +787,10 @@ def check_memory_left(staging_bytes: int) -> None:
 def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
     """Refuse a configured pool if a file system has too little space beyond what must stay free.
 
-    `held` is, by target, the bytes of existing pools that this server may use. An existing pool
-    keeps its size, even if the file system has become full.
+    `held` has, for each target, the bytes of existing pools that this server may use. An existing
+    pool keeps its size, even if the file system has become full.
     """
-    by_device: dict[int, list[int]] = {}  # positions of targets, by device
+    by_device: dict[int, list[int]] = {}  # target positions, by device
     for at, target in enumerate(config.targets):
         by_device.setdefault(existing(Path(target)).stat().st_dev, []).append(at)
     each = (config.pool_bytes or 0) // len(config.targets)
@@ -821,7 +823,7 @@ def set_replicas(extra: MutableMapping[str, Any], count: int) -> None:
 def resolve_pool_bytes(config: OffloadConfig, held_bytes: int) -> int:
     """Return the size of the pool in bytes over all ranks and targets, or 0 for no pool.
 
-    The default is half of the sum of the targets' free space and `held_bytes`, the size of existing
+    The default is half the sum of the targets' free space and `held_bytes`, the size of existing
     pools that this server may use; without `held_bytes`, every restart would halve the pool. The
     default is at most 100 GiB, or 1 GiB in a container's own layer.
     """

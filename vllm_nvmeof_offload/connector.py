@@ -5,7 +5,7 @@ It reports failed loads; vLLM then recomputes from the first failed block or, if
 there, the whole request. The connector sends our commands with each step's metadata, the workers'
 reports with each step's output, and each worker's capacity and adopted chunks in the handshake.
 
-Methods that forward vLLM's arguments accept the additional arguments of later releases (`more`).
+Methods that forward vLLM's arguments also accept arguments added in later releases (`more`).
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             spec.one_host = count_nodes(vllm_config.parallel_config) == 1
         #: Seconds spent in scheduler-side methods since the last step's output.
         self._spent_s = 0.0
-        #: KV events that a reset has taken already; the next step reports them.
+        #: KV events that a reset has already taken; the next step reports them.
         self._events: list[KVCacheEvent] = []
         if self.connector_scheduler is not None:
             offloaded = build_offloading_config(vllm_config, kv_cache_config)
@@ -203,7 +203,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
     # Before sleep, vLLM waits for work submitted to the GPU, then unmaps the KV cache's memory. A
     # load that still waits for its bytes, or a store deferred to the next step, would be submitted
     # later and break the worker's CUDA context. vLLM 0.32 calls neither of the next two methods, so
-    # it must not sleep while requests run. A later vLLM may call either method repeatedly.
+    # it must not sleep while requests are running. A later vLLM may call either method repeatedly.
 
     def unregister_kv_caches(self) -> None:
         self._submit_deferred_stores()
@@ -378,7 +378,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
 
     @timed
     def get_kv_connector_stats(self) -> Any:
-        # This is vLLM's only scheduler-side call for every step's output.
+        # This is the only scheduler-side call that vLLM makes for every step's output.
         if self.connector_scheduler is not None:
             seconds, self._spent_s = self._spent_s, 0.0
             self._manager.step_ended(seconds)
@@ -408,7 +408,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         yield from super().take_events()
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
-        """Record that vLLM made `call`, which has changed weights if `known`, else may have."""
+        """Record that vLLM made `call`, which changed the weights if `known`, else may have."""
         if self._manager.weights_may_have_changed(known=known):
             if not self.paused.undecided:
                 self.reset_cache()
@@ -420,18 +420,18 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         return self._trusts_weight_version
 
     def name_weights(self, version: str) -> str:
-        """Record the operator's statement that all ranks have this version of the weights. Return a
-        text that states the consequences. See `new_weights`."""
+        """Record the operator's statement that all ranks have this version of the weights. Return
+        text that describes the consequences. See `new_weights`."""
         if self._manager.name_weights(version):
             if not self.paused.undecided:
                 self.reset_cache()
-            # We may not have detected the change of weights itself.
+            # We may not have detected the weight change itself.
             call = f"the update to {version!r}"
             self._old_kv.began(call, self.scheduler._req_status, known=True)
         return self._manager.who_shares()
 
     def _without_resumed(self, scheduler_output: Any) -> Any:
-        """Return the output, without listing as preempted the requests that this step loads again.
+        """Return the output, not listing as preempted any request that this step loads again.
 
         `reset_prefix_cache(reset_running_requests=True)` preempts requests between two steps. The
         next step can list such a request as preempted and also load its chunks. vLLM would treat

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exceptions for external events, and the closed set of outcomes of one operation.
+"""Exceptions for external events, and the closed set of outcomes that an operation can have.
 
     OffloadError
     ├── ConfigError          a configuration value that cannot work (key, value, remedy)
@@ -91,7 +91,7 @@ class PoolFormatError(PoolError):
 
 
 class UnknownFormatError(PoolFormatError):
-    """An intact superblock in another format; the message has the format's number."""
+    """An intact superblock in another format; the message contains the format's number."""
 
 
 class PoolLockedError(PoolError):
@@ -163,9 +163,9 @@ def outcome_of(code: int, number: int) -> Outcome:
     return _PLAIN[code] or io_error(number)
 
 
-#: Errno of a slab's read or write → (retryable, scope). 0: no bytes were moved, and no errno was
-#: set. Retryable means that, according to the kernel's block layer, the same operation may succeed
-#: a moment later; a device that refused an operation refuses it again.
+#: Errno of a slab read or write → (retryable, scope). 0: no bytes were moved, and no errno was set.
+#: Retryable means that, according to the kernel's block layer, the same operation may succeed a
+#: moment later; a device that refused an operation refuses it again.
 ERRORS = {
     0: (False, Scope.TARGET),  # the namespace is disabled, or the file was cut short
     _errno.EIO: (True, Scope.SLOT),  # path, device or file system failed

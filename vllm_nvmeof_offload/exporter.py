@@ -2,7 +2,7 @@
 """An engine's own exporter of metrics and request records: an HTTP endpoint, or a text file.
 
 vLLM's Python front end exports the same series at its `/metrics`; its Rust front end drops them.
-The exporter reads values that the scheduler's thread has already collected, and never blocks the
+The exporter reads values that the scheduler's thread has already collected, and never blocks that
 thread.
 
 HTTP requests are answered one at a time, each within seconds, so that clients cannot exhaust memory
@@ -33,7 +33,7 @@ from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.manager.request_log import RequestLog
 from vllm_nvmeof_offload.metrics import METRICS, PREFIX, Series, exported
 
-#: The time between two writes of a text file.
+#: The time between two writes of the text file.
 _FILE_PERIOD_S = 15.0
 #: A client is disconnected after this time, which bounds the delay of other clients and of `stop`.
 _CLIENT_S = 2.0
@@ -45,8 +45,8 @@ Snapshot = Callable[[], tuple[Mapping[Series, float], Mapping[Series, float]]]
 
 @dataclass(frozen=True, slots=True)
 class ExporterSettings:
-    """An exporter's settings. `listen` is the value of `metrics_listen`, `labels` are vLLM's own
-    labels. `is_dropped` states whether vLLM's front end drops a connector's statistics."""
+    """An exporter's settings. `listen` is the value of `metrics_listen`, and `labels` are vLLM's
+    own. `is_dropped` states whether vLLM's front end drops a connector's statistics."""
 
     listen: str
     replica: Replica
@@ -98,7 +98,7 @@ class Exporter(Collector):
         yield from families.values()
 
     def stop(self) -> None:
-        """Stop exporting, and remove the file, so that no scraper takes it for current metrics."""
+        """Stop exporting, and remove the file, so no scraper mistakes it for current metrics."""
         self._ended.set()
         if self._server is not None:
             self._server.shutdown()
@@ -174,7 +174,7 @@ class _Server(WSGIServer):
 def start_exporter(
     settings: ExporterSettings, snapshot: Snapshot, request_log: RequestLog
 ) -> Exporter | None:
-    """Return an exporter, or None if it is off or cannot listen; a failure is only logged."""
+    """Return the exporter, or None if it is off or cannot listen; a failure is only logged."""
     if not settings.is_on:
         return None
     try:

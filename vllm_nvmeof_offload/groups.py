@@ -2,8 +2,8 @@
 """KV cache groups: each has layers of one kind, and its own offload keys for its chunks.
 
 A chunk is one group's blocks for one range of tokens. A *group position* is the group's index in
-`RankHello.groups` and appears in `ChunkBatch.groups`. A *group id* is vLLM's number for the group
-and ends each of its offload keys. The two differ if vLLM does not offload every group.
+`RankHello.groups` and appears in `ChunkBatch.groups`. A *group id* is vLLM's number for the group,
+the last part of each of its offload keys. The two differ if vLLM does not offload every group.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 #: The size of the big-endian group id at the end of an offload key.
 GROUP_ID_BYTES = 4
-#: The largest number of ranks in a set that holds equal bytes.
+#: The maximum number of ranks in a set of ranks that hold equal bytes.
 SET_SIZE_MAX = 64
 
 
 class GroupKind(enum.IntEnum):
-    """The kind of a group, by the tokens of a request that are kept. Pools store the numbers."""
+    """The kind of a group: which of a request's tokens are kept. Pools store the numbers."""
 
     FULL = 0  # all tokens
     WINDOW = 1  # the last tokens before any position

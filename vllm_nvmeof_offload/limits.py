@@ -23,7 +23,7 @@ _FREE_BYTES_LEAST = 64 * KIB
 _HAS_SUBVOLUMES = frozenset({"btrfs", "bcachefs"})
 
 _CGROUP_MEMORY = (
-    # Files with limit and usage, and memory.stat's reclaimable part, for cgroup versions 2 and 1.
+    # Files with the limit and usage, and memory.stat's reclaimable part, for cgroup v2 and v1.
     ("memory.max", "memory.current", "inactive_file"),
     ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )

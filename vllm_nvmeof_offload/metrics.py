@@ -60,7 +60,7 @@ _SLOTS = Label("kind", ("cache", "stream", "pool"))
 _TIERS = ("cpu", "pool")
 _OUTCOMES = tuple(kind.value for kind in OutcomeKind if kind is not OutcomeKind.OK)
 
-#: The labels of `config_info`, with values that are constant while a server runs.
+#: The labels of `config_info`, whose values are constant while a server runs.
 CONFIG_LABELS = (
     *("version", "io", "copies", "eviction_policy", "write_policy", "admission"),
     *("prompts_only", "keyspace", "engine_index", "adopts", "vllm"),
@@ -287,8 +287,8 @@ def exported(series: Series) -> tuple[str, tuple[str, ...]]:
 
 
 def first_counts(target_count: int) -> dict[Series, float]:
-    """Return 0 for every series that a server with `target_count` targets can count. A series that
-    starts at 0 before its first event lets increase() see the event."""
+    """Return 0 for every series that a server with `target_count` targets can count. Prometheus'
+    increase() misses a series' first event unless the series started at 0."""
     zeros: dict[Series, float] = {}
     targets = tuple(map(str, range(target_count)))
     for name, metric in COUNTERS.items():

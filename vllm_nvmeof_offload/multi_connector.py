@@ -22,7 +22,7 @@ __all__ = ["MultiConnector", "NVMeoFMultiConnector"]
 
 @dataclass
 class NVMeoFMultiHandshake(KVConnectorHandshakeMetadata):
-    """One worker's handshakes by connector; None for a connector that sends no handshake."""
+    """One worker's handshakes, by connector; None for a connector that sends no handshake."""
 
     parts: tuple[KVConnectorHandshakeMetadata | None, ...]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A general plugin of vLLM that adds the `nvmeof` backend and checks its configuration early.
+"""A vLLM general plugin that adds the `nvmeof` backend and checks its configuration early.
 
 vLLM calls `register` in every process: the command line (before it builds its arguments), each API
 server, the engine core and each worker. `register` makes three changes, each once:
@@ -34,11 +34,11 @@ _warned = False
 
 
 def register() -> None:
-    """Add the backend to the vLLM of this process. Idempotent; never raises."""
+    """Add the backend to this process's vLLM. Idempotent; never raises."""
     global _warned
     try:
         _register()
-    except Exception as error:  # noqa: BLE001 - a plugin that raises would end vLLM's start
+    except Exception as error:  # noqa: BLE001 - an exception here would abort vLLM's start
         if not _warned:
             logger.warning("nvmeof backend not available: %s", _explain(error))
         _warned = True
@@ -77,7 +77,7 @@ def _install_backend_choice() -> None:
     """Make `nvmeof` a value of `CacheConfig.kv_offloading_backend`, once.
 
     vLLM derives the flag's choices from the field's `Literal` type, and pydantic validates against
-    the same type. Extend the type, rebuild the dataclass, and discard vLLM's table of arguments.
+    the same type. Extend the type, rebuild the dataclass, and discard vLLM's cached arguments.
     """
     from pydantic.dataclasses import rebuild_dataclass
     from vllm.config import cache as module
@@ -96,7 +96,7 @@ def _install_backend_choice() -> None:
         rebuild_dataclass(module.CacheConfig, force=True)
         raise IntegrationError("pydantic cannot rebuild CacheConfig")
     module.KVOffloadingBackend = extended
-    # The command line may have computed its arguments already.
+    # The command line may already have computed its arguments.
     arguments: Any = getattr(sys.modules.get("vllm.engine.arg_utils"), "_compute_kwargs", None)
     if hasattr(arguments, "cache_clear"):
         arguments.cache_clear()

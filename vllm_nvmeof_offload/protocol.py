@@ -27,10 +27,10 @@ from vllm_nvmeof_offload.groups import RankGroup
 
 
 class _Message:
-    """A message that is pickled as a call of its class with its fields.
+    """A message that is pickled as a call to its class with its fields.
 
     By default, pickling a frozen dataclass with slots runs Python code for each of the hundreds of
-    one-chunk ops of a step.
+    one-chunk ops in a step.
     """
 
     __slots__: tuple[str, ...] = ()
@@ -66,20 +66,20 @@ class SlotIdentity:
     generation: int
 
 
-#: The member in a place or cache slot if every rank stores its own part of the chunk. Any other
-#: member m means that only rank m of each set of equal ranks (`RankGroup.set_size`) stores it.
+#: The member number in a place or cache slot if every rank stores its own part of the chunk. Any
+#: other m means that only rank m of each set of equal ranks (`RankGroup.set_size`) stores it.
 EVERY_MEMBER = 255
 NOWHERE = -1
 #: The bit positions of target, member and owner in a place.
 _TARGET_SHIFT, _MEMBER_SHIFT, _OWNER_SHIFT = 32, 40, 48
-#: The owner in this engine's places. The follower numbers the other engines on the same targets.
+#: The owner number in this engine's places. The follower numbers other engines on these targets.
 OURS = 0
 #: Peers do not help with loads of fewer chunks, because waiting for a peer's answer would seldom
 #: take less time than the help saves.
 PEER_CHUNKS_MIN = 4
-#: The default of the key `ahead_cache_share`.
+#: The default for the key `ahead_cache_share`.
 AHEAD_CACHE_SHARE = 0.5
-#: The largest number of CPU tier rows, as the column `cache` has 24 bits for a row.
+#: The maximum number of CPU tier rows, because the column `cache` has 24 bits for a row.
 CACHE_ROWS_MAX = 1 << 24
 
 #: A place, or an array of places.
@@ -87,7 +87,7 @@ _Places = TypeVar("_Places", int, npt.NDArray[np.int64])
 
 
 def place_of(target: int, slot: int, member: int = EVERY_MEMBER) -> int:
-    """Return a place in our pool: 15 bits for the owner (`OURS`), member 8, target 8, slot 32."""
+    """Return a place in our pool. Its bits: 15 owner (`OURS`), 8 member, 8 target, 32 slot."""
     return member << _MEMBER_SHIFT | target << _TARGET_SHIFT | slot
 
 
@@ -135,12 +135,12 @@ class ChunkBatch(tuple[bytes, bytes, bytes, bytes, bytes]):
 
     `keys` joins n keys of equal length. `generations` is uint64[n]; a key and its generation are
     the identity that every copy, read and write specifies. `cache` is int32[n] of cache slots, or
-    -1 for a stream slot: the row of the CPU tier in the lower 24 bits; above, the member + 1, or 0
-    for `EVERY_MEMBER`. `places` is int64[n] (`place_of`), or -1 for no I/O. `groups` is uint8[n] of
-    KV cache group positions.
+    -1 for a stream slot. The lower 24 bits are the row in the CPU tier; the bits above are the
+    member + 1, or 0 for `EVERY_MEMBER`. `places` is int64[n] (`place_of`), or -1 for no I/O.
+    `groups` is uint8[n] of KV cache group positions.
 
     The batch is a tuple of the columns' bytes, so that no Python code runs when a batch is created,
-    pickled and passed to native code. The properties are views.
+    pickled, or passed to native code. The properties are views.
     """
 
     __slots__ = ()
@@ -200,9 +200,9 @@ class LoadCommand(NamedTuple):
     """A copy from cache slots or places to the GPU blocks that vLLM's own job lists.
 
     A row without a place is copied from its cache slot. A row with a place is read into its cache
-    slot, where the chunk remains, or without a cache slot through a stream slot. A row with neither
-    was evicted and fails with STALE. `helpers` is a bit mask of the peers that may read for the
-    load; None for all peers.
+    slot, where the chunk remains, or through a stream slot if it has no cache slot. A row with
+    neither was evicted and fails with STALE. `helpers` is a bit mask of the peers that may read for
+    the load; None for all peers.
     """
 
     op: int
@@ -227,8 +227,8 @@ class FetchCommand(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CancelCommand(_Message):
-    """Cancel rows of op `target_op` that have not started: those in `indexes`, or, if None, all.
-    Reports on the cancelled rows still follow."""
+    """Cancel rows of op `target_op` that have not started: those in `indexes`, or all if it is
+    None. Reports on the cancelled rows still follow."""
 
     target_op: int
     indexes: npt.NDArray[np.uint32] | None = None
@@ -268,7 +268,7 @@ class AttachCommand(_Message):
 
 @dataclass(frozen=True, slots=True)
 class DetachCommand(_Message):
-    """Close an engine's files after their last read is released. No report follows."""
+    """Close an engine's files after the last read from them is released. No report follows."""
 
     owner: int
 
@@ -341,8 +341,8 @@ class OpReport(_Message):
     the time from the command to the last of the m outcomes on this rank. A reset has one row.
 
     `crcs` is uint32, in the order of the report's rows: the payload's CRC-32C for each OK row that
-    stored a chunk in every member's cache slot, in a group with several members per set; None
-    without such rows. `rank` is the reporting rank, set only with CRCs.
+    stored a chunk in every member's cache slot, in a group with several members per set; None if
+    there are no such rows. `rank` is the reporting rank, set only with CRCs.
     """
 
     op: int
@@ -400,7 +400,7 @@ class RateReport(_Message):
 
 @dataclass(frozen=True, slots=True)
 class LevelReport(_Message):
-    """Numbers of chunks in a rank's queues and I/O engine, only for metrics."""
+    """Numbers of chunks in a rank's queues and I/O engine, used only for metrics."""
 
     rank: int
     stream_slots_used: int = 0
@@ -469,7 +469,7 @@ class RankHello:
     fallbacks: tuple[str, ...] = ()  # parts that run slower than they could, and the reasons
     stream_slots: int = 0
     targets: tuple[str, ...] = ()  # directories
-    remote: tuple[bool | None, ...] = ()  # by target, whether on another machine; None: unknown
+    remote: tuple[bool | None, ...] = ()  # by target, whether on another machine; None if unknown
     io_engine: str = "none"
     copy_engine: str = "none"
     checksums: str = ""  # the name of the fastest way to compute CRCs

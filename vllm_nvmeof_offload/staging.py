@@ -4,8 +4,8 @@
 Staging is one anonymous mapping of huge pages on the GPU's NUMA node, populated at start by several
 threads. The copy engine registers it with CUDA and the I/O engine with its rings, so that storage
 and GPU share one buffer. Forks do not inherit it, because after copy-on-write the kernel could
-write to pages that the parent no longer has. Ranks with equal KV also map each other's staging
-(`SetMemory`), because each copies from the others' slots.
+write to pages that no longer belong to the parent. Ranks with equal KV also map each other's
+staging (`SetMemory`), because each copies from the others' slots.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _Progress = Callable[[int, int], None]
 class SetMap:
     """The staging of all members of a set, as this rank maps it.
 
-    `words` is the address of the words with which members wait for each other
+    `words` is the address of the words through which members wait for each other
     (native/machine/one_copy.h). `member` is this rank's number. `addresses` has the address of each
     member's cache slot 0, and `set_sizes`, by group, the number of consecutive members with equal
     bytes.
@@ -49,8 +49,8 @@ class SetMap:
 class StagingMap:
     """The layout of the slots: cache, stream and serve slots, in this order, with equal strides.
 
-    `members` describes the set that shares its staging; None if this rank is in no set. Chunks for
-    peers are read into serve slots, which the GPU does not use.
+    `members` describes the set that shares its staging; None if this rank belongs to no set. Chunks
+    for peers are read into serve slots, which the GPU does not use.
     """
 
     base_address: int
@@ -83,7 +83,7 @@ _THREADS_MAX = 8
 
 
 def prefer_node(address: int, size_bytes: int, node: int | None) -> bool:
-    """Prefer `node` (None: unknown) for pages that do not exist yet; return False if impossible.
+    """Prefer `node` (None: unknown) for pages that do not exist yet; return False if that fails.
     `address` is page-aligned."""
     number = _MBIND.get(platform.machine())
     if node is None or number is None:
@@ -140,7 +140,7 @@ def split_slots(staging_bytes: int, slot_bytes: int, stream_slots: int) -> tuple
 
 class SetMemory:
     """The memory that the members of a set share: their words, then each member's staging. It is an
-    anonymous file of a sealed size, which disappears when the last member exits."""
+    anonymous file with a sealed size, which disappears when the last member exits."""
 
     def __init__(
         self,

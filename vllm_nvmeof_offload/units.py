@@ -13,7 +13,7 @@ MIB = 1 << 20
 GIB = 1 << 30
 TIB = 1 << 40
 
-#: The alignment of O_DIRECT, which suits every known NVMe namespace and file system. A device that
+#: The O_DIRECT alignment, which suits every known NVMe namespace and file system. A device that
 #: needs more is refused when its target is opened.
 PAGE_BYTES = 4096
 #: The size of the header page before each slot's payload, in staging and in the pool.
