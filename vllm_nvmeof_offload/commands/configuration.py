@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The commands `vllm-nvmeof config …`: the list of keys, and the check of a configuration.
 
-`config check` runs the checks of a starting server, without vLLM. Sizes that depend on the model
-are computed from its config.json, as in `vllm-nvmeof size`.
+`config check` runs the checks that a starting server runs, without vLLM. Sizes that depend on the
+model are computed from its config.json, as in `vllm-nvmeof size`.
 """
 
 from __future__ import annotations
@@ -172,7 +172,7 @@ def _print(found: Configured, line: str, as_json: bool) -> None:
 
 def _read(source: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return a --kv-transfer-config and, for a YAML file, vLLM's other options by name. `source` is
-    JSON or a file's name. JSON can be just the kv_connector_extra_config."""
+    JSON or a file's name. The JSON can be just the kv_connector_extra_config."""
     text, is_yaml = source, False
     if not source.lstrip().startswith("{"):
         is_yaml = Path(source).suffix in (".yaml", ".yml")
@@ -231,7 +231,7 @@ def _parse(text: str, source: str, is_yaml: bool) -> dict[str, Any]:
 
 
 def _has_flag(options: dict[str, Any], transfer: dict[str, Any]) -> bool:
-    """Return whether a YAML file gives the backend's flag; refuse a file without our backend."""
+    """Return whether a YAML file has the backend's flag; refuse a file without our backend."""
     backend = options.get("kv-offloading-backend")
     if backend != BACKEND and not transfer:
         remedy = f"the file does not select this backend; give kv-offloading-backend: {BACKEND}"
@@ -260,8 +260,8 @@ def _number(options: dict[str, Any], name: str, kind: Callable[[Any], Any]) -> A
 
 
 def _find_model(found: Configured, model: str | None, named: Any) -> ModelShape | None:
-    """Return the shape of `model` or, without it, of the YAML file's model `named`, if known. Both
-    can be a config.json, its directory, or the name of a known model."""
+    """Return the shape of `model` or, if that is None, of `named`, the YAML file's model; None if
+    its shape is unknown. Both can be a config.json, its directory, or the name of a known model."""
     name = str(model or named or "")
     if name and not Path(name).exists():
         with contextlib.suppress(ConfigError):
@@ -283,7 +283,7 @@ def _check_model(found: Configured, shape: ModelShape, kv_dtype: str, given: dic
         raise ConfigError("model", shape.name, f"{sizes.refusal.what}; {sizes.refusal.remedy}")
     plan = sizes.plan
     groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in plan.stored]
-    # Several pipeline stages differ in bytes per block, so only the token limit applies.
+    # Pipeline stages differ in bytes per block, so only the token limit applies.
     block_bytes = plan.stride_bytes() if len(plan.stages) == 1 else 1
     blocks, problem = blocks_of_chunk(config, groups, block_bytes)
     if problem:
@@ -316,7 +316,7 @@ def _check_policy(name: str) -> None:
             tiers.report(0, batch)  # the store is complete
             tiers.touch(keys)
             if number == 0:
-                tiers.plan_load(keys, 0)  # a load that never ends
+                tiers.plan_load(keys, 0)  # a load that never completes
     except Exception as error:
         why = f"it raises {type(error).__name__}: {error}"
         raise ConfigError("eviction_policy", name, f"not an eviction policy: {why}") from error

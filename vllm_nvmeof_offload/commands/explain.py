@@ -39,7 +39,7 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
         why = f"its records have a different format ({error!r}); give a server of this version"
         raise ScrapeError(f"{url}: {why}") from None
     for line in lines:
-        # The id is partly the client's choice and could contain control characters.
+        # The id is partly chosen by the client, and could contain control characters.
         wrapped = textwrap.wrap(printable(line), _COLUMNS, subsequent_indent=" " * 6)
         typer.echo("\n".join(wrapped))
 
@@ -60,7 +60,7 @@ def _records(url: str, request_id: str | None) -> list[dict[str, Any]]:
     given = body.get("error") if isinstance(body, dict) else None
     if isinstance(given, str):
         raise ScrapeError(f"{url}: {given}; each engine records its own requests")
-    # Web frameworks answer {"detail": …}, and vLLM {"error": {…}}.
+    # Web frameworks answer with {"detail": …}, vLLM with {"error": {…}}.
     why = f"HTTP status {status}; this seems to be vLLM's address, not the exporter's"
     raise ScrapeError(f"{url}: {why}; {remedy}")
 

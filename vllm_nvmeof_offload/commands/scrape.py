@@ -41,14 +41,14 @@ class Metrics:
         """Return the printable labels and the value of each sample of `name`.
 
         If several API servers of one vLLM export a gauge per process (`pid`), the largest counts.
-        Raises ScrapeError if a line is not in Prometheus' format.
+        Raises ScrapeError if a line is not in the Prometheus format.
         """
         if name not in self._parsed:
             largest: dict[tuple[tuple[str, str], ...], float] = {}
             text = "\n".join(self._lines.get(name, ()))
             try:
                 found = [one for f in text_string_to_metric_families(text) for one in f.samples]
-            except (ValueError, IndexError) as error:  # the parser indexes past a truncated line
+            except (ValueError, IndexError) as error:  # the parser can index past a line's end
                 raise ScrapeError(f"metric {name}: not in Prometheus' format: {error}") from None
             for one in found:
                 pairs = ((name, printable(value)) for name, value in one.labels.items())
@@ -62,8 +62,8 @@ class Metrics:
 
 
 def get(page: str, remedy: str) -> tuple[int, str]:
-    """Send an HTTP request; return the status and the text of the answer. Raises ScrapeError, with
-    `remedy`, if the answer is missing, too long or too slow."""
+    """Send an HTTP request; return the status and text of the response. Raises ScrapeError, with
+    `remedy`, if there is no response, or if it is too long or too slow."""
     body, ends_s = bytearray(), time.monotonic() + _ANSWER_S_MAX
     try:
         with httpx.stream("GET", page, timeout=_CONNECT_S_MAX, trust_env=False) as answer:
@@ -71,7 +71,7 @@ def get(page: str, remedy: str) -> tuple[int, str]:
                 body += part
                 if len(body) > ANSWER_BYTES_MAX or time.monotonic() > ends_s:
                     raise ScrapeError(f"{page}: the answer is too long or too slow")
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # ValueError: a wrong name
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:  # ValueError: a bad name
         raise ScrapeError(f"{page}: no answer ({error}); {remedy}") from None
     return answer.status_code, body.decode(errors="replace")
 

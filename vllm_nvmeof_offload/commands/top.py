@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command `vllm-nvmeof top`, which reads only servers' metrics.
 
-A *reading* is a server's work between two scrapes of its metrics, as the JSON that `top` prints. A
-counter is `{"total": …, "per_s": …}`, with `per_s` None after a first scrape; a gauge is a number.
-Metrics with labels are keyed by the labels' values, separated by spaces.
+A *reading* is a server's work between two scrapes of its metrics, in the JSON form that `top`
+prints. A counter is `{"total": …, "per_s": …}`, with `per_s` None after the first scrape; a gauge
+is a number. Metrics with labels are keyed by the labels' values, separated by spaces.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ PLACES = {
     "shared": "other engines' pools",
     "computed": "computed",
 }
-#: The number of tokens for which reading and computing are compared.
+#: The number of tokens for which the times to read and to compute are compared.
 COMPARED_TOKENS = 1000
 _TIERS = {"cpu": "cache", "pool": "pool"}
-#: Gauges in these units are summed over a server's engines; for others the largest value counts.
+#: Gauges in these units are summed over a server's engines; for others, the largest counts.
 _ADDED_UNITS = ("chunks", "slots", "tokens", "operations", "requests", "parts")
 #: Counters that should stay 0, and what a nonzero count means.
 _HOLES = (
@@ -151,8 +151,8 @@ def _targets(now: Metrics, amounts: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def _estimate(amounts: dict[str, Any]) -> dict[str, float | None]:
-    """Return the seconds to compute and to read `COMPARED_TOKENS`; None if unknown. The time to
-    read includes the learned slowness, but no queue."""
+    """Return the seconds needed to compute and to read `COMPARED_TOKENS`; None if unknown. The time
+    to read includes the learned slowness, but no queueing."""
     slots, tokens = amounts["slots"].get("pool"), amounts["capacity_tokens"].get("pool")
     prefill, rate = amounts["prefill_tokens_per_second"], amounts["pool_read_bytes_per_second"]
     read_s = None

@@ -161,7 +161,7 @@ async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[.
 
 
 def _grown(before: Metrics, now: Metrics, name: str) -> dict[str, float]:
-    """Return the growth of one of our counters by its label `reason`, or by "" without one."""
+    """Return the growth of one of our counters, by its label `reason`; by "" if it has none."""
     grown = {}
     for labels, value in now.samples(f"{PREFIX}{name}_total"):
         more = growth(before.value(f"{PREFIX}{name}_total", **labels), value)

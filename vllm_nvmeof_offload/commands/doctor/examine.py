@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The checks of `vllm-nvmeof doctor`, and the tree of its findings.
 
-The examination of a target cannot hang: sysfs is read first, and a target without a live path is
-judged but not touched.
+Examining a target cannot hang: sysfs is read first, and a target without a live path is judged but
+not touched.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from vllm_nvmeof_offload.fabric.topology import (
 )
 from vllm_nvmeof_offload.units import format_bytes
 
-#: The kernel reports nearly 2^31 for a device without a limit, such as a device over fabrics.
+#: The kernel reports nearly 2^31 for a device without a limit, such as an NVMe-oF device.
 _NO_LIMIT_KB = 1 << 30
 _STYLES = {Severity.OK: "green", Severity.WARNING: "yellow", Severity.ERROR: "red"}
 _FILE_COLUMNS = 240
@@ -46,7 +46,8 @@ _FILE_COLUMNS = 240
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """The result for a target. `link_bytes_per_s` is for all paths, in one direction, or None."""
+    """The result for a target. `link_bytes_per_s` covers all paths, in one direction; None:
+    unknown."""
 
     fabric: TargetFabric
     nics: dict[str, Nic]
@@ -177,7 +178,7 @@ def _may_touch(fabric: TargetFabric) -> bool:
 
 
 def _judge_measured(measured: Measured, allowed: float | None) -> Finding:
-    """Report the measured rates, never as a warning: only the operator knows what to expect."""
+    """Report the measured rates, but never as a warning: only the operator knows what to expect."""
     write, read = (
         f"{format_bytes(rate)}/s" + (f" ({rate / allowed:.0%} of the links)" if allowed else "")
         for rate in (measured.write_bytes_per_s, measured.read_bytes_per_s)
@@ -227,7 +228,7 @@ def _add_device(
     fabric: TargetFabric,
     nics: dict[str, Nic],
 ) -> None:
-    """Add a device and those below it. `devices` are the devices that have no line yet."""
+    """Add a device and the devices below it. `devices` are the devices that have no line yet."""
     below = {name: one for name, one in devices.items() if name != device.name}
     for namespace in fabric.namespaces:
         if namespace.device == device.name:

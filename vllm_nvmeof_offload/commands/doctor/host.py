@@ -125,7 +125,7 @@ def _denied(check: str, denied: UringDeniedError, staging_bytes: int, effect: st
 
 def check_huge_pages(setting: Path = _HUGE_PAGES) -> Finding:
     """Check that staging can use huge pages. With 4 KiB pages, which divide each transfer into many
-    pieces, a virtio disk read at half the rate and wrote at 0.7 of the rate."""
+    pieces, a virtio disk read at half the rate and wrote at 0.7 times the rate."""
     try:
         chosen = setting.read_text(encoding="ascii").partition("[")[2].partition("]")[0]
     except OSError:
@@ -227,8 +227,8 @@ def check_holes(url: str) -> Finding:
 
 
 def check_regions(target: str) -> list[Finding]:
-    """Return a finding for each pool on a target, with its lease and readers, and a finding on all
-    pools that no server has used for some time."""
+    """Return a finding for each pool on a target, with its lease and readers, and one finding about
+    all pools that no server has used for some time."""
     try:
         surveyed = survey(find([Path(target)]))
     except PoolError as why:
@@ -299,8 +299,8 @@ class Places:
 
 @dataclass(frozen=True, slots=True)
 class Nic:
-    """A network interface. `speed_mbps` is None if unknown or without hardware. `cards` are the
-    PCIe links of the interface's hardware; a bond may have several."""
+    """A network interface. `speed_mbps` is None if unknown or if there is no hardware. `cards` are
+    the PCIe links of the interface's hardware; a bond may have several."""
 
     name: str
     speed_mbps: int | None
@@ -311,8 +311,8 @@ class Nic:
 def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
     """Return each controller's network interface: its host_iface, or the interface of its route.
 
-    The routes are those of this process's network namespace; the connection may use another one.
-    Policy routing is ignored, and unknown interfaces are omitted.
+    The routes are those of this process's network namespace; the connection may use a different
+    one. Policy routing is ignored, and unknown interfaces are omitted.
     """
     found = {}
     for controller in fabric.controllers:
@@ -398,8 +398,8 @@ def _pcie_bytes_per_s(link: PcieLink) -> float | None:
 
 
 def link_bytes_per_s(fabric: TargetFabric, nics: dict[str, Nic]) -> float | None:
-    """Return the total rate of the links of all paths to a target, or None if unknown. An interface
-    of several paths, or a controller of several namespaces, counts once."""
+    """Return the total rate of the links on all paths to a target, or None if unknown. An interface
+    on several paths, or a controller with several namespaces, counts once."""
     rates: dict[str, float | None] = {}
     used = {path.controller for namespace in fabric.namespaces for path in namespace.paths}
     for controller in fabric.controllers:

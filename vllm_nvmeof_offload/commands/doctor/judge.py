@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judgements of a target's fabric paths, mount, PCIe links and NUMA node, and of the kernel.
 
-All functions are pure. `examine` adds the target's name to each finding on a target.
+All functions are pure. `examine` adds the target's name to each finding about a target.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.fabric.topology import (
 #: The timeouts that remedies suggest: until I/O fails after the loss of every path, and until the
 #: kernel removes the controller. Reads have deadlines; the timeouts free buffers and processes.
 _FAST_IO_FAIL_S, _CTRL_LOSS_S = 5, 600
-#: The payload bytes of a RoCE packet that an Ethernet MTU should allow.
+#: The RoCE packet payload, in bytes, that an Ethernet MTU should allow.
 _ROCE_PAYLOAD_BYTES = 4096
 #: ANA states in which I/O is possible; None is an unknown state.
 _OPEN = (None, OPTIMIZED, "non-optimized")

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measurement of a target through the product's own I/O, with a small temporary pool.
+"""Measurement of a target with the product's own I/O code and a small temporary pool.
 
-Whole slots are written, read back and verified, so the times include checksums. New data may still
-be in the target's cache: reads of old data and sustained writes can be slower.
+Whole slots are written, read back and verified, so the times include checksumming. New data may
+still be in the target's cache: reads of old data and sustained writes can be slower.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Progress = Callable[[str], None]
 
 
 class MeasureError(EngineError):
-    """Raised if a target cannot be measured. The message contains the reason."""
+    """Raised if a target cannot be measured. The message states the reason."""
 
 
 @dataclass(frozen=True, slots=True)

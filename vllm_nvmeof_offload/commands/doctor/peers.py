@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of servers that read for peers, and of the transport to this machine.
 
-A server refuses a greeting with wrong values, names one of them, and keeps no session. Each new
-greeting contains the right values named so far, until the server has named all. A server with a
-share secret answers only peers with the same secret.
+A server refuses a greeting that contains wrong values, names one of them, and keeps no session.
+Each new greeting contains the correct values named so far, until the server has named them all. A
+server with a share secret answers only peers with the same secret.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from vllm_nvmeof_offload.peers.transport import has_rdma, why_no_pulls
 from vllm_nvmeof_offload.units import human_bytes
 
 _ANSWER_MS = 2000
-#: The number of values in which a server and a peer may differ.
+#: The number of values that may differ between a server and a peer.
 _FACTS_MAX = 5
 _DIFFERS = re.compile(r"(version|keyspace|world_size|rank|slot_bytes) (\w+) here, not ")
 
 
 @dataclass
 class Answer:
-    """The answer of one rank of a server, or the `error` if there was no answer."""
+    """The answer from one rank of a server, or the `error` if there was no answer."""
 
     address: str
     rank: int = 0
@@ -83,8 +83,9 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
 def _greet(
     context: zmq.Context[zmq.Socket[bytes]], place: str, known: Answer, secret: bytes
 ) -> str:
-    """Greet a server once and return the text of its refusal: no server has the greeting's tag.
-    Raises PermissionError if the server's share secret differs from ours."""
+    """Greet a server once and return the text of its refusal. The server must refuse, because no
+    server has the greeting's tag. Raises PermissionError if the server's share secret differs from
+    ours."""
     facts = known.facts
     hello = Hello(
         version=int(facts.get("version", VERSION)),

@@ -53,9 +53,9 @@ class Damage(enum.IntEnum):
 class Report:
     """The result for one rank directory.
 
-    `checked` is the number of live entries whose slots were read. A deep check sets
-    `read_bytes`, `seconds` and `direct`. `findings` has the kind, severity and slot of each defect,
-    as in the JSON; the slot, numbered within the directory, is None for a defect of the directory.
+    `checked` is the number of live entries whose slots were read. A deep check sets `read_bytes`,
+    `seconds` and `direct`. `findings` has the kind, severity and slot of each defect, as in the
+    JSON; the slot, numbered within the directory, is None for a defect in the directory itself.
     """
 
     surveyed: Surveyed
@@ -177,7 +177,7 @@ def _check_rank(
 def _suspects(
     rank: OfflineRank, table: offline.Table, report: Report, on_progress: Progress
 ) -> list[int]:
-    """Return the slots that do not prove their entry or have none. Reads ahead are bounded."""
+    """Return the slots that do not prove their entry or lack one. Read-ahead is bounded."""
     slot_bytes, directory = rank.superblock.slot_bytes, rank.surveyed.directory
     indices = np.flatnonzero(np.isin(table.states, (LIVE, DAMAGED, MISSING)))
     written = set(written_slots(rank.slab_fd, indices, slot_bytes).tolist())

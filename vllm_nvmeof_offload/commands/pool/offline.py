@@ -4,7 +4,7 @@
 A rank is read-only unless it is opened with `before_write`, by a caller that holds its lock.
 Prefill writes zeros where a slab was never written, because the first write into preallocated space
 also changes the file system's extents and runs at about half the speed of later writes. A hole
-reads as zeros, so prefill changes no byte for a reader.
+reads as zeros, so readers see no change.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ _CLAIMS = ("lease", "lock")
 _THREADS_MAX = 8
 _BUFFER_BYTES_MAX = 256 * MIB
 _WRITE_BYTES = 4 * MIB
-#: The numbers of threads that read headers, and of headers per batch.
+#: The number of threads that read headers, and the number of headers per batch.
 _READ_THREADS, _BATCH = 16, 1024
 
 
-#: The states of a table entry: never written; adopted by the next start; intact, but of another
-#: epoch; not intact, or of a group that the superblock lacks; beyond the end of the file.
+#: The states of a table entry: never written; adopted by the next start; intact, but from another
+#: epoch; not intact, or for a group that the superblock lacks; beyond the end of the file.
 STATES = ("empty", "live", "void", "damaged", "missing")
 EMPTY, LIVE, VOID, DAMAGED, MISSING = range(len(STATES))
 
@@ -92,7 +92,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Table:
-    """The content of a table. `states` is uint8[n]: by slot, an index into `STATES`."""
+    """The content of a table. `states` is uint8[n]: for each slot, an index into `STATES`."""
 
     states: npt.NDArray[np.uint8]
     entries: DecodedTable
@@ -104,7 +104,7 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """The defect of a slot.
+    """A defect in a slot.
 
     Programs may rely on the wording of `kind`. `replacement` is the 64-byte entry that a repair
     writes. `worth_listing` is False if no stored chunk is affected.
@@ -120,7 +120,7 @@ class OfflineRank:
     """An opened rank directory, created by `open_rank`. Slots are numbered within it.
 
     `before_write` is None if the rank is read-only. At most `threads` threads may call `check`; 0
-    means that payloads are not read. `direct_fd` is the slab opened with O_DIRECT, or None if that
+    means that payloads are not read. `direct_fd` is the slab opened with O_DIRECT; None if that
     failed. Each of `buffers` has room for a slot.
     """
 
@@ -181,7 +181,7 @@ class OfflineRank:
         whole = raw.size // ENTRY_BYTES
         raw = np.pad(raw[: whole * ENTRY_BYTES], (0, (count - whole) * ENTRY_BYTES))
         decoded = decode_table(raw, np.arange(first, first + count, dtype=np.int64))
-        strange = np.zeros(count, np.bool_)  # intact, but of a group that the superblock lacks
+        strange = np.zeros(count, np.bool_)  # intact, but for a group that the superblock lacks
         for length in np.unique(decoded.key_bytes[decoded.valid]).tolist():
             rows = np.flatnonzero(decoded.valid & (decoded.key_bytes == length))
             strange[rows] = ~has_known_group(decoded.keys[rows, :length], self.superblock)
@@ -199,7 +199,8 @@ class OfflineRank:
         return parse_header(page)
 
     def read_error(self, error: OSError) -> Outcome:
-        """Classify a failed read of a slot. Raises PoolError for an error of the whole target."""
+        """Classify a failed slot read. Raises PoolError for an error that affects the whole
+        target."""
         outcome = io_error(error.errno or errno.EIO)
         if outcome.scope is Scope.TARGET:
             raise PoolError(f"cannot read {self.surveyed.path / 'slab'}: {error}") from error
@@ -211,7 +212,7 @@ class OfflineRank:
 
     def check(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Outcome:
         """Read slot `index` in full and verify that it holds `identity`; `tag` is as in `wanted`.
-        Raises PoolError for an error of the whole target."""
+        Raises PoolError for an error that affects the whole target."""
         buffer = self.buffers.get()
         try:
             with memoryview(buffer) as whole, whole[: self.bytes_of(identity)] as view:
@@ -255,7 +256,7 @@ class OfflineRank:
         elif header is not None:
             epoch, tag = header.stamp.epoch, header.stamp.tag
             adopted = self.surveyed.adopts and (epoch, tag) == (self.surveyed.epoch, self.tag)
-            # An entry with the adopted epoch must not list KV of other weights.
+            # An entry with the adopted epoch must not list KV from other weights.
             truthful = adopted or epoch != self.surveyed.epoch
             if truthful and not self.mismatch(index, header, header.identity, tag):
                 replacement = header.entry()
@@ -361,11 +362,11 @@ def check_ours(paths: Iterable[Path]) -> None:
 def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
     """Delete `directories` and parent directories that become empty.
 
-    Before it deletes anything, raises PoolError unless all are ours, and PoolLockedError if a live
+    Before deleting anything, raises PoolError unless all are ours, and PoolLockedError if a live
     process holds one. Also raises PoolError if a file cannot be deleted.
     """
     paths = [directory.path for directory in directories]
-    check_ours(paths)  # before a lock file is created in a wrong place
+    check_ours(paths)  # before creating a lock file in a foreign directory
     removed = []
     with hold(paths) as before_write:
         for path in paths:
@@ -398,7 +399,7 @@ def remove(directories: Sequence[RankDirectory]) -> list[Removed]:
 @dataclass(frozen=True, slots=True)
 class RemovedClient:
     """The result for one directory: the number of overwritten slots, and the number of remaining
-    slots whose chunks have unknown clients."""
+    slots with chunks from unknown clients."""
 
     directory: str
     removed: int
@@ -408,7 +409,7 @@ class RemovedClient:
 def remove_client(
     directories: Sequence[RankDirectory], client: int, on_progress: Progress = lambda *_: None
 ) -> list[RemovedClient]:
-    """Overwrite a client's chunks in `directories`, of any epoch, and their table entries with
+    """Overwrite a client's chunks from any epoch in `directories`, and their table entries, with
     zeros; forget the client's sessions. `client` is a result of `pool.format.client_of`.
 
     After an interruption, a second call finds the rest, because entries are overwritten after
@@ -433,8 +434,8 @@ def remove_client(
 
 
 def _slots_of(rank: OfflineRank, client: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Return int64[n], the slots with a header or entry of the client, and the number of other
-    slots with chunks of unknown clients."""
+    """Return int64[n], the slots with a header or entry of the client's, and the number of other
+    slots with chunks from unknown clients."""
 
     def in_header(index: int) -> int:  # -1: never written
         try:
@@ -488,8 +489,8 @@ class Prefilled:
 def prefill(
     directories: Sequence[RankDirectory], on_progress: Progress = lambda *_: None
 ) -> list[Prefilled]:
-    """Fill the slots of `directories` that were never written; `on_progress` counts bytes. Raises
-    the errors of `remove_client`."""
+    """Write zeros into the slots of `directories` that were never written; `on_progress` counts
+    bytes. Raises the same errors as `remove_client`."""
     filled = []
     with hold([directory.path for directory in directories]) as before_write:
         for surveyed in survey(directories):

@@ -50,9 +50,9 @@ from vllm_nvmeof_offload.units import MIB, format_bytes, printable
 _OWNER_KINDS = ("free", "dead", "silent", "live")
 _LISTED_MAX = 20
 _DAY_S = 86400.0
-#: The number of a keyspace's digits that are printed: enough to name it in a command.
+#: The number of digits printed for a keyspace: enough to name it in a command.
 _DIGITS = 12
-#: The number of digits that are printed of a share tag or an owner's UUID.
+#: The number of digits printed for a share tag or an owner's UUID.
 _TAG_DIGITS = 8
 
 
@@ -122,10 +122,10 @@ def _pool(parts: Sequence[Surveyed]) -> dict[str, Any]:
 
 
 def region(one: Surveyed) -> dict[str, Any]:
-    """Return the region of one rank of one engine on one target.
+    """Return the region that one rank of one engine has on one target.
 
     `owner` is the superblock's UUID. `tag` is the share tag of the chunks, or None if unknown.
-    `readers` are processes that opened the chunks. `problem` says why the region is unusable.
+    `readers` are processes that opened the chunks. `problem` states why the region is unusable.
     """
     problem, counts = one.problem and f"superblock: {one.problem}", {}
     try:
@@ -239,7 +239,7 @@ def progress() -> Iterator[Callable[[RankDirectory, int, int], None]]:
 
 
 def _print(*lines: str) -> None:
-    """Print lines without markup, wrapping and control characters."""
+    """Print lines without markup, wrapping, or control characters."""
     console = Console()
     for line in lines:
         console.print(Text(printable(line)), soft_wrap=True)

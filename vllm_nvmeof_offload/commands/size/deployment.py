@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hardware and the load for which a model is sized, with options, help texts and bounds.
+"""The hardware and the load for which a model is sized, with their options, help texts, and bounds.
 
 Every run of the command imports this module, so its imports are few.
 """
@@ -17,7 +17,7 @@ from typing import Any
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import parse_bytes
 
-#: Data bits per second and lane: the transfer rate times the efficiency of the line encoding.
+#: Data bits per second per lane: the transfer rate times the efficiency of the line encoding.
 _PCIE = {3: 8e9 * (128 / 130), 4: 16e9 * (128 / 130), 5: 32e9 * (128 / 130), 6: 64e9 * (242 / 256)}
 _LANES = (1, 2, 4, 8, 16)
 _LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)

@@ -28,8 +28,8 @@ from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 @dataclass(frozen=True, slots=True)
 class SessionSlots:
-    """The slots of one group on one rank that a session takes. `payload_bytes` is the size of the
-    group's chunk, `stride_bytes` that of a slot."""
+    """The slots that a session takes in one group on one rank. `payload_bytes` is the size of the
+    group's chunks, `stride_bytes` that of a slot."""
 
     count: int
     payload_bytes: int
@@ -61,7 +61,7 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A part of every byte's path, such as the drives. The TTFT requires `needed` of them."""
+    """A part of the path of every byte, such as the drives. The TTFT requires `needed` of them."""
 
     name: str
     bytes_per_s: float
@@ -83,8 +83,8 @@ class Reload:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """Settings for each server of one engine, and the writes to all drives. The CPU tier holds the
-    sessions that return at once, and the pool those of all users."""
+    """Settings for each single-engine server, and the total writes to all drives. The CPU tier
+    holds the sessions that return at once, and the pool holds the sessions of all users."""
 
     staging_bytes: int
     pool_bytes: int
@@ -95,7 +95,7 @@ class Advice:
 
 
 class KvSizes:
-    """The formulas for a model in a deployment. Results are in bytes unless named otherwise."""
+    """The formulas for a model in a deployment; in bytes, unless the name says otherwise."""
 
     def __init__(self, model: ModelShape, deployment: Deployment) -> None:
         """Raise ConfigError if vLLM would refuse this split or layout of the model."""
@@ -124,7 +124,8 @@ class KvSizes:
 
     @property
     def block_tokens(self) -> int:
-        """Return the tokens per block of layers that keep every token, or of the first group."""
+        """Return the tokens per block in layers that keep every token, or else in the first
+        group."""
         kept = [one for one in self.plan.groups if one.cache.kind.keeps_every_token]
         return (kept or self.plan.groups)[0].block_tokens
 
@@ -172,7 +173,7 @@ class KvSizes:
         return sum(c.entry_bytes(tensor_parallel, kv_bytes) / c.tokens_per_entry for c in kept)
 
     def copies(self) -> float:
-        """Return the KV bytes of all ranks ÷ the bytes of one copy."""
+        """Return the KV bytes on all ranks divided by the bytes of one copy."""
         ranks, kv_bytes = self.deployment.tensor_parallel, self.deployment.kv_element_bytes
         once = each = 0
         for cache in self.model.caches:
@@ -195,9 +196,9 @@ class KvSizes:
         return self.plan.stride_bytes(self.fullest)
 
     def rank_weights_bytes(self) -> int | None:
-        """Return the bytes of weights on one rank if spread evenly, or None if unknown."""
+        """Return one rank's share of the weights in bytes, if spread evenly; None if unknown."""
         total, deployment = self.model.weights.total_bytes, self.deployment
-        # Ranks of prefill context parallelism have equal weights.
+        # Prefill-context-parallel ranks have equal weights.
         shares = deployment.tensor_parallel * deployment.pipeline_parallel
         return None if total is None else -(-total // shares)
 
@@ -253,7 +254,7 @@ class KvSizes:
         return Room(cache_slots * stride, session, deployment.engines)
 
     def pool_room(self, drives: int) -> Room:
-        """Return the room of the pool. A session may span drives, so no remainder is lost."""
+        """Return the room in the pool. A session may span drives, so no remainder is lost."""
         # Each rank has a log on each drive.
         ranks = self.deployment.ranks
         each = int(self.deployment.drive_bytes * self.deployment.drive_fill)

@@ -31,7 +31,7 @@ Config = dict[str, Any]
 
 _INDEX = "model.safetensors.index.json"
 _FILE_BYTES_MAX = 64 << 20
-#: Keys in config.json of layer data that this module cannot size, with a name for each.
+#: config.json keys for layer data that this module cannot size, with a name for each.
 _NOT_SIZED = {
     "block_configs": "heads that differ from layer to layer",
     "indexer_compress_ratio": "compressed index keys",
@@ -101,11 +101,11 @@ class LayerCache:
     """The cache that each of `layers` layers keeps under one KV cache specification.
 
     `key_width` and `value_width` are elements per entry and KV head; a latent has one head and no
-    value. `reach_tokens` is the length of a WINDOW or of a LOCAL's attention chunk. `element_bytes`
-    replaces the size of the KV cache's dtype, and `block_tokens` replaces --block-tokens.
-    `tokens_per_entry` is above 1 if tokens are compressed. Pages are padded to a multiple of
-    `align_bytes`. `fp8_entry_bytes` is the size of a packed entry of an 8-bit KV cache. `state` is
-    set for a STATE of known size. `stored` is False if vLLM recomputes the cache.
+    values. `reach_tokens` is the length of a WINDOW or of a LOCAL's attention chunk.
+    `element_bytes` replaces the size of the KV cache's dtype, and `block_tokens` replaces
+    --block-tokens. `tokens_per_entry` is above 1 if tokens are compressed. Pages are padded to a
+    multiple of `align_bytes`. `fp8_entry_bytes` is the size of a packed entry of an 8-bit KV cache.
+    `state` is set for a STATE of known size. `stored` is False if vLLM recomputes the cache.
     """
 
     kind: LayerKind
@@ -140,7 +140,7 @@ class LayerCache:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """The size of all weights over all ranks, None if unknown, and the source of the number."""
+    """The total size of the weights over all ranks (None if unknown), and the number's source."""
 
     total_bytes: int | None
     source: str
@@ -148,7 +148,7 @@ class Weights:
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The facts of a model that determine the size of its KV cache and weights.
+    """The facts about a model that determine the size of its KV cache and weights.
 
     `layers` is the number of decoder layers. `order` lists (decoder layer, position in `caches`) of
     each cache of each layer, in vLLM's order of registration.
@@ -190,7 +190,7 @@ _LISTS: dict[str, dict[object, str]] = {
 }
 #: Families in which all layers are alike; each layer of Falcon-H1 has both attention and Mamba.
 _ALIKE = dict.fromkeys(("mamba", "mamba2", "falcon_mamba"), "state") | {"falcon_h1": "full state"}
-#: Families with full attention in every n-th layer, without a key in config.json.
+#: Families with full attention in every n-th layer, but no key for n in config.json.
 _FULL_EVERY = {"gemma2": 2, "gemma3": 6, "gemma3_text": 6, "cohere2": 4}
 _LINEAR_EVERY = {"qwen3_next": 4, "qwen3_5_text": 4, "qwen3_5_moe_text": 4}
 #: The caches of a DeepSeek V4 layer, by tokens per compressed entry: a window, entries, and a
@@ -203,7 +203,7 @@ _V4_LAYERS = {
 _V41_SOURCE = "v41_keys v41_window v41_entries"
 _V41_LAYERS = ("v41_window", _V41_SOURCE, f"{_V41_SOURCE} v41_ring")
 
-# Expressions over config.json for `_number`, whose errors name a key of the last alternative.
+# Expressions over config.json for `_number`, whose errors name a key from the last alternative.
 _LAYERS = "num_hidden_layers|n_layer|num_layers|num_hidden_layers"
 _KV_HEADS = (
     "num_key_value_heads|num_kv_heads|n_head_kv|multi_query_group_num|num_attention_groups|"
@@ -247,7 +247,7 @@ _CACHES = {
     "v4_window": f"WINDOW {_V4} reach_tokens=sliding_window block_tokens=64",
     "v4_entries": f"LATENT {_V4} tokens_per_entry=ratio",
     "v4_keys": f"INDEXER {_V4} {_KEYS} tokens_per_entry=ratio",
-    # Entries of 4 tokens overlap with the previous entry.
+    # Entries of 4 tokens overlap the previous entry.
     "v4_rows": f"{_ROWS} key_width=4*head_dim reach_tokens=8 block_tokens=4",
     "v4_index_rows": f"{_ROWS} key_width=4*index_head_dim reach_tokens=8 block_tokens=4",
     "v4_rows_128": f"{_ROWS} key_width=2*head_dim reach_tokens=128 block_tokens=8",
@@ -257,7 +257,7 @@ _CACHES = {
     "v41_keys": f"INDEXER {_V41} {_KEYS} tokens_per_entry=ratio",
     "v41_ring": "RING key_width=2*head_dim element_bytes=4 block_tokens=8 stored=0",
 }
-#: Recurrent states, by a key of the family's config.json or by the end of its `model_type`:
+#: Recurrent states, by a key in the family's config.json or by the end of its `model_type`:
 #: expressions for value width, key groups, key width and convolution kernel, and `copied` as in
 #: `RecurrentState`.
 _STATES = {
@@ -299,7 +299,7 @@ def choose_model(path: Path | None, name: str | None, weights_text: str | None) 
 
 
 def preset(name: str, weights: Weights | None = None) -> ModelShape:
-    """Return the preset with this name or last part of it. ConfigError suggests similar names."""
+    """Return the preset with this full or short name. ConfigError suggests similar names."""
     names = {key: one for one in _presets() for key in (one.lower().split("/")[-1], one.lower())}
     if full := names.get(name.lower()):
         return parse_model(_presets()[full], full, weights)
@@ -315,7 +315,7 @@ def _presets() -> dict[str, Config]:
 
 
 def read_model(path: Path, weights: Weights | None = None) -> ModelShape:
-    """Return the model in `path`, which is a config.json or its directory.
+    """Return the model described by `path`, which is a config.json or its directory.
 
     If `weights` is None, the weights' size is read from the directory's index or estimated. Raises
     ConfigError for an unreadable file or a model that cannot be sized.
@@ -383,8 +383,8 @@ def parse_model(config: Config, name: str, weights: Weights | None = None) -> Mo
 
 
 def _block_tokens(text: Config, caches: tuple[LayerCache, ...]) -> int:
-    """Return the default tokens per block of the caches' kernels on an NVIDIA GPU. Raises
-    ConfigError if config.json mentions caches that were not found in the layers."""
+    """Return the default number of tokens per block for the caches' kernels on an NVIDIA GPU.
+    Raises ConfigError if config.json mentions caches that were not found in the layers."""
     kinds = {cache.kind for cache in caches}
     if not caches:
         number = text.get("num_hidden_layers")
@@ -421,9 +421,9 @@ def _first(config: Config, *keys: str) -> Any:
 
 
 def _number(config: Config, expression: str) -> int:
-    """Evaluate an expression such as `a+b*2|c`: its first alternative whose keys are all given.
+    """Evaluate an expression such as `a+b*2|c`: its first alternative whose keys are all present.
 
-    Raises ConfigError if a value is not a whole number above 0, or each alternative lacks a key.
+    Raises ConfigError if a value is not a whole number above 0, or every alternative lacks a key.
     """
     key = ""
     for part in expression.split("|"):
@@ -477,7 +477,7 @@ def _layers(text: Config, layers: int) -> list[tuple[str, int]]:
 
 
 def _compressed(ratios: list[int], sources: list[int] | None) -> list[tuple[str, int]]:
-    """List the caches of V4 or, with `sources`, V4.1. With ratio 0, a layer has only a window."""
+    """List each layer's caches in V4 or, with `sources`, V4.1. Ratio 0 means only a window."""
     found = []
     for layer, ratio in enumerate(ratios):
         if sources:
@@ -530,7 +530,7 @@ def _listed(config: Config) -> list[str]:
 
 
 def _periodic(config: Config, layers: int) -> list[str]:
-    """Return each layer's cache names by a rule, such as full attention in every n-th layer."""
+    """Return each layer's cache names from a rule, such as full attention in every n-th layer."""
     every, others = range(layers), "state"
     family = str(config.get("model_type", ""))
     rope = config.get("no_rope_layers") or []
@@ -625,7 +625,7 @@ def _mixer(config: Config, cache: LayerCache) -> int:
         latent = hidden * (rank + rope) + rank * heads * (nope + value)
         return queries + latent + heads * value * hidden
     keys_values = cache.kv_heads * (cache.key_width + cache.value_width)
-    # Qwen3-Next gates the output of attention, which doubles the query projection.
+    # Qwen3-Next gates the attention output, which doubles the query projection.
     gate = 2 if "linear_num_value_heads" in config else 1
     return hidden * (heads * cache.key_width * (1 + gate) + keys_values)
 

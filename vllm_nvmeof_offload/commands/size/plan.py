@@ -31,8 +31,8 @@ from vllm_nvmeof_offload.units import align_up
 
 #: In models with states, kernels of latent attention need a multiple of this many tokens per block.
 _LATENT_STATE_ALIGN_TOKENS = 128
-#: The largest kind determines the group size if it has less than this many times the layers of the
-#: smallest kind.
+#: The largest kind determines the group size if it has fewer layers than this multiple of the
+#: smallest kind's.
 _SIMILAR = 1.5
 
 
@@ -100,7 +100,7 @@ class Plan:
             return given or 1
         if given is not None and given > 1 and (reason := why_one_block(groups)):
             raise ConfigError("--blocks-per-chunk", given, f"{reason}; leave it out")
-        # Several pipeline stages differ in bytes per block, so only the token limit applies.
+        # Pipeline stages differ in bytes per block, so only the token limit applies.
         block_bytes = self.stride_bytes() if len(self.stages) == 1 else 1
         wanted = chunk_blocks(OffloadConfig(), block_bytes, groups[0].block_tokens)
         return given or blocks_that_fit(groups, wanted)
@@ -190,7 +190,7 @@ def _one_page_size(pages: list[Page]) -> list[Page]:
 
 
 def _split_evenly(pages: list[Page]) -> list[list[Page]]:
-    """Split kinds into groups of as many layers as the smallest kind, or the largest if similar."""
+    """Split kinds into groups the size of the smallest kind, or of the largest if similar."""
     kinds = _alike(pages, lambda page: (page.cache, page.block_tokens, page.page_bytes))
     fewest, most = min(map(len, kinds)), max(map(len, kinds))
     size = most if most < fewest * _SIMILAR else fewest
@@ -203,8 +203,8 @@ def _packed(buckets: list[list[Page]]) -> list[list[Page]]:
     even = [one for one in sizes if len(set(one.values())) == 1]
     most = [max(one.values()) for one in even]
     mixed = max((max(one.values()) for one in even if len(one) > 1), default=0)
-    # The number of layers of each page size per group: the largest with the least padding over all
-    # buckets, or 0 if no bucket mixes sizes evenly.
+    # The number of layers of each page size per group: the largest number with the least padding
+    # over all buckets, or 0 if no bucket mixes sizes evenly.
     repeats = mixed and min(
         range(mixed, max(most) + 1),
         key=lambda size: (sum(-count % size for count in most), -size),

@@ -2,9 +2,9 @@
 """All figures for a model in a deployment, with their formulas, assumptions and notes.
 
 Published figures are shown next to computed figures. For a cluster of prefill and decode nodes that
-load through the links of both, DualPath (Wu et al., arXiv 2602.21548) gives the range of ratios in
-which the links to storage saturate before the links between nodes and the nodes' memory. The number
-of agents follows from the rate of the busiest part, as in any closed queueing system.
+load through the links of both, DualPath (Wu et al., arXiv 2602.21548) gives the range of ratios
+within which the links to storage saturate before the links between nodes and the nodes' memory. The
+number of agents follows from the rate of the bottleneck, as in any closed queueing system.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class _Scale(NamedTuple):
     source: str
 
 
-#: One drive serves a node of 4 GPUs with 16 simultaneous conversations: a measured ratio. The
-#: source's table lists multiples of it.
+#: One drive serves a 4-GPU node with 16 simultaneous conversations: a measured ratio. The source's
+#: table lists multiples of it.
 DATA24 = _Scale(
     4,
     16,
@@ -86,7 +86,7 @@ class SizeReport:
     meets_ttft: bool
     #: None if the rate of computing is unknown.
     loads_faster: bool | None
-    #: Shell lines that start a server of one engine; empty if nothing would be stored.
+    #: Shell lines that start a single-engine server; empty if nothing would be stored.
     commands: list[str]
     scaling: list[ScaleRow]
     published_source: str
@@ -233,7 +233,7 @@ def _compute_seconds(deployment: Deployment) -> float:
 
 
 def _compute_figures(deployment: Deployment, back: Reload, compute_s: float) -> Iterator[Figure]:
-    """Yield the rate at which computing is as fast as loading, and compare both at a given rate."""
+    """Yield the rate at which computing is as fast as loading; compare the two at a given rate."""
     if not back.seconds:
         return
     row = functools.partial(_figure, "computing")
@@ -344,7 +344,7 @@ def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figu
         if compute_s:
             formula = f"min({formula}, {prefill} nodes ÷ {compute_s:g} s)"
         yield row(f"turns per second{words}", turns, formula, "/s")
-        # More agents would all wait longer, because the cluster sustains no more turns.
+        # With more agents, all would wait longer: the cluster sustains no more turns.
         agents = int(turns * (deployment.ttft_seconds + gap_s))
         formula = f"turns × (TTFT + {gap_s:g} s from first token to next turn)"
         yield row(f"agents at the TTFT{words}", agents, formula, "agents")
