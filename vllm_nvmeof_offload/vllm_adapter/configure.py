@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Completion and checks of the KV transfer configuration of an engine that uses our backend.
+"""Complete and check the KV transfer configuration for an engine that uses our backend.
 
 vLLM converts its offloading flags to a `KVTransferConfig` in one method of `VllmConfig`, before it
 loads a model. The plugin wraps the method; a vLLM with this package in its tree calls us there.
@@ -7,11 +7,11 @@ Configurations that name our backend or connector are completed here, all others
 is idempotent, because the method may run several times on one configuration.
 
 **`MultiConnector`** creates each connector from a mapping in its `connectors`, loads with the first
-connector that has a hit, and stores with all of them. Our mapping is completed like a separate
-configuration, and `multi_connector` replaces vLLM's class, which gives the first connector's
-handshake to all. Another connector must not report failed loads, because we would already have
-stored the request's KV. NIXL's connectors may, because a request runs, and is stored, only after
-vLLM knows the outcome of the load.
+connector that has a hit, and stores with all of them. Our mapping is completed as if it were a
+separate configuration, and `multi_connector` replaces vLLM's class, which gives the first
+connector's handshake to all. Another connector must not report failed loads, because we would
+already have stored the request's KV. NIXL's connectors may, because a request runs, and is stored,
+only after vLLM knows the outcome of the load.
 
 **`kv_load_failure_policy`**: vLLM's default, "fail", ends a request whose load fails; ours is
 "recompute". A `KVTransferConfig` does not record whether the user gave its value, so a given value
@@ -48,7 +48,7 @@ from vllm_nvmeof_offload.vllm_adapter import vllm_release
 _COMBINED = "MultiConnector"
 _COMBINING = (_COMBINED, MULTI_CONNECTOR_NAME)
 _EITHER = f"use either that connector or {CONNECTOR_NAME}"
-#: Connectors whose loads always end before the requests run.
+#: Connectors whose loads always finish before the requests run.
 _LOADS_FIRST = ("NixlConnector", "NixlPullConnector", "NixlPushConnector")
 
 
@@ -104,7 +104,7 @@ _FIELD = "kv_load_failure_policy"
 
 
 class _Marked(str):
-    """A marked string: in the dataclass field, the default; in an object, a value from the user."""
+    """A marked string: in the dataclass field, the default; in an object, a user's value."""
 
     __slots__ = ()
 
@@ -269,7 +269,7 @@ def complete(vllm_config: Any) -> None:
 
 
 def extra_of(values: Mapping[str, Any], has_flag: bool | None) -> dict[str, Any]:
-    """Return our part of the --kv-transfer-config `values`, without vLLM.
+    """Return our part of the --kv-transfer-config `values`, without importing vLLM.
 
     `has_flag` is whether `--kv-offloading-backend nvmeof` is also given; None if unknown. Raises
     ConfigError if vLLM or our backend would refuse `values`, or if they do not select our backend.
@@ -375,7 +375,7 @@ def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
 
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
     groups = blocks_of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size)
-    # Several pipeline stages differ in bytes per block, so only the token limit applies.
+    # Pipeline stages differ in bytes per block, so only the token limit applies.
     block_bytes = 1
     if vllm_config.parallel_config.pipeline_parallel_size == 1:
         placed = kv_cache_config.kv_cache_tensors[0]

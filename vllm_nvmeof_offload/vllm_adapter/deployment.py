@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The facts of a vLLM deployment under which KV bytes are interchangeable.
+"""The facts about a vLLM deployment that determine which KV bytes are interchangeable.
 
 The facts identify the keyspace: a pool written under different facts is in another directory. If
 KV depends on data that neither the facts nor the block hashes contain, a later start must not adopt
@@ -40,17 +40,17 @@ from vllm_nvmeof_offload.vllm_adapter.weights import (
 
 #: Hash algorithms with a random root in each process unless PYTHONHASHSEED is set.
 _SEEDED_HASHES = frozenset({"xxhash", "xxhash_cbor"})
-#: Keys of a model's configuration that describe its origin, not its content.
+#: Keys in a model's configuration that describe its origin, not its content.
 _INCIDENTAL_KEYS = frozenset({"_name_or_path", "transformers_version", "_commit_hash"})
 #: RoPE types whose factors at *all* positions depend on the maximum length.
 _LENGTH_DEPENDENT_ROPE = ('"longrope"', '"su"')
-#: Environment variables that affect weights, media or a block's bytes, and are in no field.
+#: Environment variables that affect weights, media or a block's bytes, but are not in any field.
 _VARIABLES = (
     *("PYTHONHASHSEED", "VLLM_PP_LAYER_PARTITION", "VLLM_SSM_CONV_STATE_LAYOUT"),
     *("VLLM_HUMMING_ONLINE_QUANT_CONFIG", "VLLM_HUMMING_INPUT_QUANT_CONFIG"),
     *("VLLM_MARLIN_INPUT_DTYPE", "VLLM_CPU_INT4_W4A8", "VLLM_VIDEO_LOADER_BACKEND"),
 )
-#: The fields that are not facts, by class of vLLM's configuration and by reason.
+#: The fields that are not facts, by vLLM configuration class and by reason.
 HARMLESS: Mapping[str, Mapping[str, str]] = {
     "VllmConfig": {
         "numerics only": "compilation_config kernel_config optimization_level performance_mode",
@@ -177,7 +177,7 @@ class Deployment:
         return tuple(why for source in self._sources() if (why := self._why_replaced(source)))
 
     def _sources(self) -> list[ModelSource]:
-        """Return each source once; a drafter may be part of the model's files."""
+        """Return each source once; a drafter may be contained in the model's files."""
         return list(dict.fromkeys(s for s in (self.source, self.drafter) if s is not None))
 
     def _why_replaced(self, source: ModelSource) -> str:
@@ -260,7 +260,7 @@ def _fields_facts(config: Any, where: str, unknown: list[str]) -> dict[str, Any]
         if one.name not in harmless
     }
     if name == "ModelConfig":
-        # Classes of vLLM and of Transformers may order a head's values differently.
+        # vLLM's and Transformers' classes may order a head's values differently.
         facts["architecture"] = str(getattr(config, "architecture", ""))
         resolved = json.dumps(config.hf_config.to_dict(), default=str)
         if any(kind in resolved for kind in _LENGTH_DEPENDENT_ROPE):

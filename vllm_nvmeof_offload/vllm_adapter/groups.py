@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of vLLM's KV cache groups to ours: their kinds, their layers' memory, their facts.
+"""Conversion of vLLM's KV cache groups to ours: their kinds, their layers' memory, and their facts.
 
 Only groups that vLLM offloads are included, in the order of its offloading configuration.
 """
@@ -84,7 +84,7 @@ def specs_of(group: Any) -> dict[str, Any]:
 
 
 def offloaded(kv_cache_config: Any) -> list[Any]:
-    """Return the KV cache groups that vLLM offloads; other groups cannot be found by hash."""
+    """Return the KV cache groups that vLLM offloads; blocks of others cannot be found by hash."""
     groups = kv_cache_config.kv_cache_groups
     return [groups[group_id] for group_id in get_offloading_group_ids(kv_cache_config)]
 
@@ -258,10 +258,10 @@ def keep_boundaries(
 ) -> int:
     """Make vLLM keep windows and states at a fixed interval and offer all of them to us.
 
-    Return the tokens between two lasting boundaries, or 0 if vLLM keeps its default: only the end
-    of each prompt, so that no part of an answer is found. `manager/stores.py` selects from the
-    offered chunks. `scheduler` is vLLM's offloading scheduler, whose KV cache manager must not
-    exist yet. `asked` is the configured `boundary_tokens`.
+    Return the tokens between two lasting boundaries, or 0 if vLLM keeps its default: it then keeps
+    only the end of each prompt, and no part of an answer can be found. `manager/stores.py` selects
+    from the offered chunks. `scheduler` is vLLM's offloading scheduler, whose KV cache manager must
+    not exist yet. `asked` is the configured `boundary_tokens`.
     """
     unit = unit_tokens(groups)
     # Chunks of all groups end together only at common multiples of their lengths.

@@ -2,7 +2,7 @@
 """An orchestrator's advice on the KV of a request.
 
 Advice arrives as vLLM's `kv_hints` or, because vLLM's Python server drops this field, as the same
-envelope in `kv_transfer_params: {"kv_hint": …}`, which gets an answer per action.
+envelope in `kv_transfer_params: {"kv_hint": …}`; this second form gets an answer per action.
 
 vLLM defines only the envelope: a list of actions with a type, a version and a payload. Four actions
 are supported, in the form that their authors published. Other actions, other major versions and
@@ -11,22 +11,22 @@ request, and never overrides the request's parameters or the configuration.
 
 * `kv.prefetch` 1.x, empty payload: the request's chunks are prefetched before the chunks of other
   waiting requests.
-* `kv.fetch` 1.x, `{"source_control_endpoint", "block_hashes"}`: as `kv.prefetch`; both fields are
+* `kv.fetch` 1.x, `{"source_control_endpoint", "block_hashes"}`: like `kv.prefetch`; both fields are
   ignored, because the endpoint belongs to a process that cannot read pools.
 * `kv.retain` 1.x, `{"directives": [{"start", "end", "priority", "duration"} or {"covers_output",
   …}]}`: chunks that end in a range of tokens are retained for `duration` seconds after the
-  request's end, in a session per directive. Without a duration they are only kept longer, as if
-  another request had used them. A priority or duration of 0 retains nothing.
+  request's end, in a session per directive. Without a duration, the chunks are only kept longer, as
+  if another request had used them. A priority or duration of 0 retains nothing.
 * `kv.demote` 1.x, `{}` or `{"session_id"}` of the request's own session: when the request ends, its
   chunks are the next to be demoted from pinned memory to the pool.
 
 Keys in `kv_transfer_params: {"nvmeof": {…}}`, which other connectors ignore:
 
-* `helpers`, a list: only these of the configured peers may read for the request.
+* `helpers`, a list: of the configured peers, only these may read for the request.
 * `explain`, true: log the request's record when the request ends.
 * `retain_s`, `priority` and `session`: retain the request's chunks in both tiers for `retain_s`
-  seconds after its end. Requests with the same `cache_salt` can share a `session`, for which the
-  last request sets time and priority; 0 s drops the session.
+  seconds after its end. Requests with the same `cache_salt` can share a `session`, whose time and
+  priority the last request sets; 0 s drops it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from typing import Any, NamedTuple
 from vllm_nvmeof_offload.manager.core import RETAIN_S_MAX, SessionIds
 from vllm_nvmeof_offload.pool.format import client_of
 
-#: The most actions that are read per request; further actions are counted as unknown.
+#: The maximum number of actions read per request; further actions are counted as unknown.
 _ACTIONS_MAX = 16
 _DIRECTIVES_MAX = 128
 _DIRECTIVE_KEYS = {"start", "end", "priority", "duration", "covers_output"}
@@ -61,7 +61,7 @@ class Retention(NamedTuple):
 
 class TokenRange(NamedTuple):
     """Tokens whose chunks are kept longer or, with `retention`, retained. `end` is exclusive; None
-    for no end."""
+    if the range has no end."""
 
     first: int
     end: int | None
@@ -73,8 +73,8 @@ class TokenRange(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The advice on a request. `helpers` is as in `LoadCommand`. `answers` has an entry per action
-    of a `kv_hint`; `retention_answer` is empty if no key for retention was given."""
+    """The advice on a request. `helpers` is as in `LoadCommand`. `answers` has an entry for each
+    action in a `kv_hint`; `retention_answer` is empty if no key for retention was given."""
 
     prefetch: bool = False
     retain: tuple[TokenRange, ...] = ()
@@ -85,7 +85,8 @@ class Advice:
     retention_answer: str = ""
 
     def together(self, other: Advice) -> Advice:
-        """Combine two pieces of advice, with our helpers and retention and `other`'s answers."""
+        """Combine two pieces of advice, with this one's helpers and retention and `other`'s
+        answers."""
         return Advice(
             self.prefetch or other.prefetch,
             self.retain + other.retain,
@@ -162,7 +163,7 @@ def wants_record(params: Any) -> bool:
 def helpers_of(params: Any, peers: Sequence[str], count: Callable[[str], None]) -> int | None:
     """Convert a request's `kv_transfer_params` to `LoadCommand.helpers`.
 
-    Names must equal those in `peers`. `count` is called for each helper with `known` or `unknown`,
+    Names must match those in `peers`. `count` is called for each helper with `known` or `unknown`,
     or once with `malformed` for a hint that is ignored.
     """
     ours = params.get("nvmeof") if isinstance(params, dict) else None
@@ -202,7 +203,7 @@ def retention_of(params: Any, request: Any, count: Callable[[str], None]) -> Adv
 
 
 def _session_ids(request: Any, whose: str) -> SessionIds:
-    """Return the ids of a session. A request with another salt cannot name the same session."""
+    """Return the ids of a session. A request with a different salt cannot name the same session."""
     salt = getattr(request, "cache_salt", None) or ""
     client = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
     session = hashlib.sha256(client + whose.encode(errors="surrogatepass")).digest()

@@ -101,7 +101,8 @@ def _unpickled(helpers: int | None, op: int, *columns: bytes) -> CommandSpec:
 class _RequestState:
     """The state of a request. `used` lists the chunks of its jobs. `loaded` has the chunks of its
     last load and, with several groups, `ends` has the tokens up to the end of each. `refused` has
-    chunks without room; while there are any, `offered` has all chunks offered since the first."""
+    the chunks for which there was no room; while there are any, `offered` has all chunks offered
+    since the first one."""
 
     used: list[Collection[bytes]]
     refused: set[bytes] = field(default_factory=set, init=False)
@@ -142,11 +143,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
         self._policy = policy
         self._void = False  # whether a reset preceded the core's creation
         self._weights_changed = False  # whether new weights preceded the core's creation
-        self._keyspace = ""  # empty if names of weights have no effect
-        self._version = ""  # the last name from the operator
+        self._keyspace = ""  # empty if weight names have no effect
+        self._version = ""  # the last name given by the operator
         self._steps = StepMeter(clock)
         self._scheduler_s = 0.0
-        self._exported_s = self._all_exported_s = 0.0  # the last exports: any, and of all gauges
+        self._exported_s = self._all_exported_s = 0.0  # the last export, and the last of all gauges
         self._export_due = False  # true after `attach`
         #: The locality of each tier relative to this engine; None if unknown.
         self._localities: dict[Source, Locality | None] = {Source.CPU: Locality.LOCAL}
@@ -548,8 +549,8 @@ class NVMeoFOffloadingManager(OffloadingManager):
             counters["lookups", result] += amount
 
     def _ends(self, keys: Sequence[bytes], req_context: ReqContext) -> npt.NDArray[np.int64] | None:
-        """Return the request's tokens up to the end of each key's chunk, or None with only full
-        attention, because vLLM then passes the keys in prefix order."""
+        """Return, for each key, the request's tokens up to the end of its chunk. None with only
+        full attention, because vLLM then passes the keys in prefix order."""
         if self.core.config.full_attention_only:
             return None
         return np.array([*map(req_context.get_offload_key_position, keys)], np.int64)

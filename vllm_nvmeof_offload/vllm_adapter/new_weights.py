@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Events in vLLM's processes that our connector must detect.
 
-**New weights.** vLLM notifies a connector only of resets. New weights reach the workers without
-the scheduler (`reload_weights`, the weight transfer API, a user's function), and the subsequent
+**New weights.** vLLM notifies a connector only of resets. New weights reach the workers without the
+scheduler (`reload_weights`, the weight transfer API, a user's function), and the subsequent
 `reset_prefix_cache` skips connectors unless `reset_connector` is given. The new weights would then
-use KV of the old weights. All such calls go through `EngineCore.collective_rpc`, in the process of
-the connector's scheduler side. An adapter is loaded by `EngineCore.add_lora`, or by the workers for
-the first request that names it (`EngineCore.add_request`). These three methods are wrapped when the
-connector is created or, in a vLLM with this package in its tree, when the class is defined. A
+use KV from the old weights. All such calls go through `EngineCore.collective_rpc`, in the process
+of the connector's scheduler side. An adapter is loaded by `EngineCore.add_lora`, or by the workers
+for the first request that names it (`EngineCore.add_request`). These three methods are wrapped when
+the connector is created or, in a vLLM with this package in its tree, when the class is defined. A
 program that changes weights without the engine (a custom executor, a worker with its own listener)
 must reset vLLM's prefix cache with `reset_connector`.
 
-The operator can name the new weights, so that servers with equal names share chunks; the name is
-not verified. The name is given in a call of ours, which `collective_rpc` answers without the
+The operator can name the new weights, so that servers using the same name share chunks; the name is
+not verified. The name is given in one of our own calls, which `collective_rpc` answers without the
 workers; in an extra argument of an update's last call, removed before the workers get the call; or,
 if configured, in vLLM's own `EngineCore.set_weight_version`, which some releases lack.
 
@@ -20,9 +20,10 @@ if configured, in vLLM's own `EngineCore.set_weight_version`, which some release
 can change. Usually the weights do not change; `_reset_caches` is wrapped so that `PausedTiers` can
 compare them.
 
-**Exit of the API server.** vLLM's engine process outlives a killed API server. It then serves no
-requests, but keeps its memory, its GPU and the lock on its pool, and the next server would start
-with an empty pool. The engine therefore exits too, unless it runs in its user's own process.
+**Exit of the API server.** vLLM's engine process outlives a killed API server. The orphaned engine
+serves no requests, but keeps its memory, its GPU and the lock on its pool, and the next server
+would start with an empty pool. The engine therefore exits too, unless it runs in the user's own
+process.
 """
 
 from __future__ import annotations
@@ -48,14 +49,14 @@ from vllm_nvmeof_offload.vllm_adapter.weights import Adapters, stamp_of, weights
 
 _Class = TypeVar("_Class", bound=type)
 
-#: Calls of vLLM's own API that change weights.
+#: Calls in vLLM's own API that change weights.
 KNOWN_TO_CHANGE = frozenset(
     {
         *("load_model", "reload_weights", "reset_weights", "update_weights"),
         *("start_weight_update", "start_draft_weight_update", "finish_weight_update"),
     }
 )
-#: Calls of vLLM's own API that do not change weights. Any other call may change weights.
+#: Calls in vLLM's own API that do not change weights. Any other call may change weights.
 HARMLESS = frozenset(
     {
         *("add_lora", "list_loras", "pin_lora", "remove_lora"),
@@ -68,9 +69,9 @@ HARMLESS = frozenset(
         *("init_weight_transfer_engine", "shutdown_weight_transfer_engine"),
     }
 )
-#: The method of `collective_rpc` that names the weights.
+#: The `collective_rpc` method that names the weights.
 NAME_WEIGHTS = "nvmeof_weights_version"
-#: The argument of vLLM's calls that names the weights.
+#: The argument in vLLM's calls that names the weights.
 ARGUMENT = "weights_version"
 #: Calls that complete an update.
 WHOLE = frozenset({"load_model", "reload_weights", "finish_weight_update"})
@@ -81,8 +82,9 @@ _OPTIONAL = frozenset({"set_weight_version", "_reset_caches"})
 
 
 def install(engine_core: _Class) -> _Class:
-    """Wrap methods of vLLM's `EngineCore`. Idempotent. Other connectors' engines are not affected.
-    Return the class: a vLLM with this package in its tree uses this function as a decorator."""
+    """Wrap methods of vLLM's `EngineCore`. Idempotent. Engines with other connectors are
+    unaffected. Return the class: a vLLM with this package in its tree uses this function as a
+    decorator."""
     for name, wrap in (
         ("collective_rpc", _watch_calls),
         ("add_lora", _watch_adapters),
@@ -158,8 +160,8 @@ def version_of(call: inspect.BoundArguments) -> str:
 
 
 def take_version(method: str, call: inspect.BoundArguments) -> str | None:
-    """Remove the name from the arguments of a call that changes weights; return it, or None. Raises
-    ConfigError for a wrong name or call."""
+    """Remove the name from the arguments of a call that changes weights; return the name, or None
+    if there is none. Raises ConfigError for an invalid name or call."""
     kwargs = dict(call.arguments.get("kwargs") or {})
     if ARGUMENT not in kwargs:
         return None
@@ -284,7 +286,7 @@ def _connectors(connector: Any) -> Iterator[Any]:
 
 
 class PausedTiers:
-    """Keep both tiers across a pause or sleep in which the weights do not change.
+    """Keep both tiers across a pause or sleep during which the weights do not change.
 
     A fingerprint of each rank's weights, taken before the first look-up after the last start or
     reset, is compared with one taken before the first look-up after the pause. This also detects a
@@ -342,7 +344,7 @@ class PausedTiers:
         return False
 
 
-#: The beginning of the name of vLLM's engine process; a number can follow it.
+#: The beginning of the name of vLLM's engine process; a number may follow it.
 _ENGINE = "EngineCore"
 _LOOK_S = 1.0
 #: The time for an orderly exit, after which this process is killed.
@@ -384,8 +386,8 @@ def logged_in_one_line() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class _Admission:
-    """A request that got GPU blocks. `found` are the ids of blocks found in GPU memory. `loadable`
-    is the number of tokens found there plus the number that we will load."""
+    """A request that was given GPU blocks. `found` are the ids of blocks found in GPU memory.
+    `loadable` is the number of tokens found there plus the number that we will load."""
 
     request: Any
     found: frozenset[int]
@@ -432,7 +434,7 @@ class OldKV:
     def admitted(self, request: Any, blocks: Any, external: int) -> None:
         """Record that a request got blocks. `external` is the number of tokens to load."""
         local = self._looked_up.pop(request.request_id, None)
-        if local is None:  # it had blocks before
+        if local is None:  # the request already had blocks
             return
         of_group = blocks.blocks[self._view.leading_id]
         found = of_group[: local // self._view.tokens_per_block]

@@ -76,7 +76,7 @@ class SchedulerView:
 
     @property
     def tail_tokens(self) -> int:
-        """Return the unit of tokens, below a block, to which vLLM rounds stored prompts, or 0."""
+        """Return the unit in tokens, below a block, to which vLLM rounds stored prompts, or 0."""
         config = self._scheduler.config
         return config.tokens_per_hash if config.supports_partial_tail else 0
 
@@ -151,9 +151,9 @@ class SchedulerView:
         return not any(group.block_ids for group in state.group_states)
 
     def rest_of_a_chunk(self, request: Any, question: Question) -> int:
-        """Return the tokens missing from a chunk that a preempted request has partly in GPU memory.
+        """Return the missing tokens of a chunk that a preempted request partly has in GPU memory.
 
-        vLLM loads only whole chunks, and would compute these tokens again. With windows or states,
+        vLLM loads only whole chunks, and would recompute these tokens. With windows or states,
         which would have to be loaded too, the result is 0.
         """
         if len(self.groups) > 1 or self.groups[0].kind is not GroupKind.FULL:

@@ -4,8 +4,8 @@
 vLLM's own scheduler, with our connector on both sides, serves artificial requests: a store, loads
 from both tiers, a failed load and a reset. In the artificial model, the KV of a token is a function
 of prompt and position. In each step, the model verifies the KV of all earlier tokens of a request,
-from any source, byte by byte. The test uses no GPU, weights or users' pools, but a few hundred KiB
-of CPU memory and a pool in a temporary directory.
+whatever their source, byte by byte. The test uses no GPU, weights, or users' pools, only a few
+hundred KiB of CPU memory and a pool in a temporary directory.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from vllm_nvmeof_offload.vllm_adapter import vllm_release
 _LAYERS = ("self_test.0", "self_test.1")
 _BLOCK_TOKENS, _PER_CHUNK, _BLOCKS = 16, 2, 24
 _HEAD_SIZE = 8
-#: Two whole chunks, a block of a third chunk, and a part of a block.
+#: Two whole chunks, one block of a third chunk, and part of another block.
 _PROMPT_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS + _BLOCK_TOKENS + 5
 _STORED_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS
 _ANSWER_TOKENS = 2
-#: The size of the CPU tier and stream slots, too small for the chunks of three prompts.
+#: The total size of the CPU tier and the stream slots, too small for the chunks of three prompts.
 _STAGING_BYTES = 64 * KIB
 #: A limit that only a hanging test reaches: a test takes less than 2 s on an idle machine.
 _LIMIT_S = 20.0

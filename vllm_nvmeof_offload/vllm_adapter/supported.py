@@ -34,8 +34,8 @@ from vllm_nvmeof_offload.vllm_adapter.groups import kinds_of, offloaded, specs_o
 
 
 def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
-    """Check `extra` against machine and model; write replicas and weight stamps into it.
-    `staging_key` is the flag, key or variable that set the staging size, for errors."""
+    """Check `extra` against the machine and the model; write replicas and weight stamps into it.
+    `staging_key` is the flag, key or variable that set the staging size, for error messages."""
     is_first = WEIGHTS_SEEN not in extra
     parallel = vllm_config.parallel_config
     refuse_parallel(parallel)
@@ -45,7 +45,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     note_weights(vllm_config, extra)
     refuse_platform(current_platform)
     choose_policy(config.eviction_policy)
-    if not is_first:  # vLLM repeats the call in an engine that already uses memory and pool
+    if not is_first:  # vLLM repeats the call in an engine that already uses the memory and the pool
         return
     nodes = count_nodes(parallel)
     found = check_here(config, create=True, node_count=nodes, staging_key=staging_key)
@@ -151,7 +151,7 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
-    """Warn about a model with only states, and refuse one with attention, if prefix caching is off.
+    """Without prefix caching, warn about a model with only states; refuse one with attention too.
 
     vLLM then keeps only one state, at a request's end, and the block of this state covers the whole
     context, so nothing is offloaded. If the model also has attention layers, vLLM's offloading
@@ -210,7 +210,7 @@ def _is_there(module: str) -> bool:
         return False
 
 
-#: The suffix that vLLM appends to the id of a replica's engine.
+#: The suffix that vLLM appends to a replica's engine id.
 _REPLICA_SUFFIX = re.compile(r"_dp\d+$")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry spans of a request's loads, in the trace that vLLM's front end began.
+"""OpenTelemetry spans of a request's loads, in the trace that vLLM's front end started.
 
 Without `--otlp-traces-endpoint`, requests have no trace headers, and the engine's process has no
 tracer. The tracer exports in a separate thread.
@@ -22,8 +22,8 @@ _FIELDS = (
 def trace_loads(headers: Any, records: Iterable[dict[str, Any]]) -> None:
     """Add a `kv_load` span for each load that has ended.
 
-    `headers` are the request's `trace_headers`, `records` are from `RequestLog.find`. A span begins
-    when the request gets its GPU blocks, and ends when all chunks have an outcome.
+    `headers` are the request's `trace_headers`, and `records` are from `RequestLog.find`. A span
+    begins when the request gets its GPU blocks, and ends when all chunks have an outcome.
     """
     with contextlib.suppress(ImportError):  # a release of vLLM without these functions
         from vllm.tracing import extract_trace_context, instrument_manual

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A check that a vLLM is supported, based on its interface instead of its version.
+"""A check that vLLM is supported, based on its interface rather than its version.
 
 vLLM's offloading interface changes between releases. A release that calls us with other parameters,
-or omits a call that we rely on, could silently give wrong tokens. Therefore vLLM must have all
+or omits a call that we rely on, could silently produce wrong tokens. Therefore vLLM must have all
 capabilities that we use, and our classes must match its own; otherwise it is refused with an error
 that names the difference. No other code of the adapter checks a version: versions of builds from
 source mean little, and a new release may have all capabilities.
@@ -53,9 +53,9 @@ def unknown_version() -> str | None:
 def drops_connector_stats() -> bool:
     """Return whether vLLM's front end is in Rust, which drops a connector's statistics.
 
-    If an environment variable is set, `vllm serve` starts this front end, and the engine inherits
-    the variable. `vllm-rs serve` is an ancestor of the engine. The front end of an engine on
-    another host cannot be detected.
+    If VLLM_USE_RUST_FRONTEND is set, `vllm serve` starts this front end, and the engine inherits
+    the variable. Otherwise, `vllm-rs serve` is an ancestor of the engine. A front end on a
+    different host from the engine cannot be detected.
     """
     import psutil
     from vllm import envs
@@ -324,7 +324,7 @@ def difference(need: str) -> str | None:
 
 
 def _find(place: str) -> Any:
-    """Return the object at a place, or None if its module lacks the name. Raises ImportError."""
+    """Return the object at `place`, or None if its module lacks the name. Raises ImportError."""
     module, _, names = place.partition(":")
     found: Any = importlib.import_module(module)
     for name in names.split("."):
@@ -351,7 +351,7 @@ def _takes(function: Any, arguments: str, *, bound: bool) -> bool:
 
 
 def _has(cls: Any, name: str) -> bool:
-    """Return whether instances of `cls` have `name`: a member, a field or set in `__init__`."""
+    """Return whether instances of `cls` have `name`, as a member or field, or set in `__init__`."""
     if hasattr(cls, name) or name in getattr(cls, "__dataclass_fields__", ()):
         return True
     makers = (vars(base).get("__init__") for base in inspect.getmro(cls))

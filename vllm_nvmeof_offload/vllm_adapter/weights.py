@@ -9,12 +9,12 @@ The digest is the same on all machines. It reads a bounded part of each file:
 * every weight file: 64 samples of 4 KiB, spread over the whole file;
 * configuration files and code: every byte.
 
-The digest can miss a change of a few bytes in a large tensor, or in small tensors of a file of
+The digest can miss a change of a few bytes in a large tensor, or in small tensors in a file of
 another format. A **stamp** misses no change, but only on one machine: it is taken before vLLM reads
 the weights, and compared afterwards. A **fingerprint** identifies every bit of the weights in
 memory, within one process.
 
-Some load formats read weights from other places; chunks of those weights must not be
+Some load formats read weights from other locations; chunks computed with those weights must not be
 adopted (`why_unknown`). vLLM's block hashes contain an adapter's name and path: an adapter that is
 unloaded, overwritten and loaded again has a new number but the same hashes (`Adapters`).
 """
@@ -124,7 +124,7 @@ def _links(model: Path) -> list[Path]:
 
 def _files(model: Path, *, code: bool) -> list[tuple[str, Path]]:
     """Return the files that count, sorted, with names relative to the model's directory. Weights in
-    subdirectories, as of some encoders, count too."""
+    subdirectories, such as those of some encoders, count too."""
     if model.is_file():
         return [(model.name, model)]
     if not model.is_dir():
@@ -174,7 +174,7 @@ def _ranges(fd: int, path: Path, size: int) -> list[_Range]:
 
 def _samples(size: int, generator: random.Random) -> list[_Range]:
     """Return the ranges of 64 samples: one at each end, and one in each of 62 sections between.
-    Places in sections are pseudo-random: a fixed stride could always hit one kind of tensor."""
+    Positions in sections are pseudo-random: a fixed stride could always hit one kind of tensor."""
     if size <= _SAMPLES * _SAMPLE_BYTES:
         return [(0, size)]
     last = size - _SAMPLE_BYTES
@@ -232,7 +232,7 @@ def _of_tensors(tensors: list[_Range], generator: random.Random) -> list[_Range]
     return ranges
 
 
-#: The number of 8-byte words hashed at once: on a CPU within its cache, on a GPU in 2 × 32 MiB.
+#: The number of 8-byte words hashed at once: few enough for a CPU's cache, or 2 × 32 MiB on a GPU.
 _WORDS_AT_ONCE_CPU, _WORDS_AT_ONCE = 1 << 18, 1 << 22
 #: Odd 64-bit numbers with random-looking bits, as signed integers.
 _ODD, _ODDER = -0x61C8864680B583EB, -0x4B47D0C5E1A78715
@@ -312,8 +312,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 class ModelSource:
     """The source of a model's weights and code."""
 
-    model: str  # a local path or a hub's name
-    commit: str = ""  # of the hub's repository with the weights; "" if unknown
+    model: str  # a local path or a name on the hub
+    commit: str = ""  # of the hub repository with the weights; "" if unknown
     code: bool = False  # whether the model's own Python files are run
 
     @staticmethod
@@ -327,7 +327,7 @@ class ModelSource:
         return Path(self.model).exists()
 
     def identity(self) -> dict[str, str]:
-        """Return facts on the content, not the path, so that equal weights compare equal."""
+        """Return facts about the content, not the path, so that equal weights compare equal."""
         path = Path(self.model)
         if not self.local:
             return {"model": self.model, "weights": f"revision:{self.commit}"}
@@ -417,7 +417,7 @@ class Adapters:
         return known is not None and known[0] == lora.lora_int_id
 
     def note(self, lora: Any, stamp: str) -> bool:
-        """Record the load of an adapter. Return whether stored chunks may be from other files."""
+        """Record the load of an adapter. Return whether stored chunks may come from other files."""
         name = (lora.lora_name, lora.lora_path)
         known = self._known.get(name)
         forgotten = known is None and len(self._known) >= self._max

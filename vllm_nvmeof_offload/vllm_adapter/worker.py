@@ -34,7 +34,7 @@ from vllm_nvmeof_offload.vllm_adapter.manager import CommandSpec
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import Transfer, TransferPipeline
 
-#: The most pieces that the model's thread submits itself. The driver takes about 0.2 ms for them.
+#: The maximum number of pieces that the model's thread submits itself: about 0.2 ms in the driver.
 _START_PIECES_MAX = 256
 
 
@@ -51,8 +51,8 @@ def _columns(spec: GPULoadStoreSpec) -> BlockColumns:
 class NVMeoFOffloadingWorker(OffloadingWorker):
     """One rank's transfers.
 
-    With `reports_blocks` (`resumes_at_any_block`), a failed load is reported by the GPU blocks that
-    it did not fill; otherwise by its request.
+    With `reports_blocks` (`resumes_at_any_block`), a failed load is reported as the GPU blocks that
+    it did not fill; otherwise, as its request.
     """
 
     def __init__(self, parts: RankWorker, *, reports_blocks: bool = False) -> None:
@@ -62,7 +62,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._ops: dict[int, int] = {}  # our op, by vLLM's job
         self._jobs: dict[int, int] = {}  # vLLM's job, by our op
         self._loads: dict[int, tuple[LoadCommand, BlockColumns]] = {}  # by op
-        self._transfers: list[Transfer] = []  # submitted, but not handed over yet
+        self._transfers: list[Transfer] = []  # submitted, but not yet handed over
         self._helpers: dict[int, int] = {}  # by op, for loads with a choice of peers
         self._gathers = False
         self._tensors = max(len(one.starts) for one in parts.geometry.by_group)
@@ -178,7 +178,8 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return bool(self._reports)
 
     def take_reports(self) -> tuple[list[Report], Counts]:
-        """Return the reports that `get_finished` collected: none precedes the end of its job."""
+        """Return the reports that `get_finished` collected; none precedes the end of its own
+        job."""
         taken = self._reports, self._counters
         self._reports, self._counters = [], Counts()
         return taken
@@ -197,7 +198,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             self._failed_requests.discard(request)
 
     def take_failed_requests(self) -> set[str]:
-        """Return requests to recompute, because finished loads did not fill all of their blocks."""
+        """Return requests to recompute because finished loads did not fill all of their blocks."""
         taken, self._failed_requests = self._failed_requests, set()
         return taken
 
