@@ -645,8 +645,7 @@ class TargetInfo:
 
 
 def check_targets(config: OffloadConfig, *, create: bool = True) -> list[TargetInfo]:
-    """Create missing targets (mode 0700) and write a byte to each target. Without a pool, do
-    nothing.
+    """Create missing targets with mode 0700 and write a byte to each one; no-op without a pool.
 
     Raises ConfigError for a target that is not a directory, cannot be created or written to, or is
     on the root file system without permission. Without `create`, nothing on disk is changed.
