@@ -87,7 +87,7 @@ _STOP_S_MAX = 2.0
 
 
 class Companion:
-    """A process of this server that a daemon thread restarts whenever it exits."""
+    """A process belonging to this server, restarted by a daemon thread whenever it exits."""
 
     def __init__(
         self,

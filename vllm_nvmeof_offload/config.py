@@ -181,7 +181,7 @@ class Tuning(BaseModel):
     #: from or to GPU memory or, on vLLM's CPU engine, in the copying thread. gpu's speed is
     #: unmeasured.
     checksum_at: Literal["cpu", "gpu"] = "cpu"
-    #: A control file that makes pool I/O fail or deliver wrong KV, only for tests.
+    #: A control file that makes pool I/O fail or deliver wrong KV; for tests only.
     fault_injection: Annotated[str, Field(min_length=1)] | None = None
 
     @classmethod
@@ -813,7 +813,7 @@ def check_space(config: OffloadConfig, held: Sequence[int]) -> None:
 
 
 def set_replicas(extra: MutableMapping[str, Any], count: int) -> None:
-    """Write vLLM's `data_parallel_size` into `extra`; refuse a different number."""
+    """Write vLLM's `data_parallel_size` into `extra`; refuse a different number already there."""
     if count > 1 and extra.setdefault("replicas", count) != count:
         remedy = f"data_parallel_size is {count}; leave this key out"
         raise ConfigError("replicas", extra["replicas"], remedy)

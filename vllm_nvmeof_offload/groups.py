@@ -50,9 +50,9 @@ class Group:
 class RankGroup:
     """A group on one rank.
 
-    `block_bytes` is the size of one block over the group's layers on this rank; 0 without such
-    layers. `set_size` is the number of consecutive ranks that hold equal bytes of the group and
-    together store one copy. Rank r is member r % set_size of set r // set_size.
+    `block_bytes` is the size of one block over the group's layers on this rank; 0 if it has none.
+    `set_size` is the number of consecutive ranks that hold equal bytes of the group and together
+    store one copy. Rank r is member r % set_size of set r // set_size.
     """
 
     group: Group
