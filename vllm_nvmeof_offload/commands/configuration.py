@@ -172,7 +172,7 @@ def _print(found: Configured, line: str, as_json: bool) -> None:
 
 def _read(source: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return a --kv-transfer-config and, for a YAML file, vLLM's other options by name. `source` is
-    JSON or a file's name. The JSON can be just the kv_connector_extra_config."""
+    JSON or a file name. The JSON can be just the kv_connector_extra_config."""
     text, is_yaml = source, False
     if not source.lstrip().startswith("{"):
         is_yaml = Path(source).suffix in (".yaml", ".yml")

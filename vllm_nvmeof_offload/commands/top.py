@@ -391,7 +391,7 @@ class Watched:
 
 def run(urls: Sequence[str], interval_s: float, once: bool, as_json: bool) -> int:
     """Show servers until q is pressed, or print one reading of each; return the exit code. Raises
-    ScrapeError if no server answers with metrics of this package."""
+    ScrapeError if no server answers with this package's metrics."""
     watched = [Watched(url) for url in urls]
     first = [one.update() for one in watched]
     if all("error" in reading for reading in first):

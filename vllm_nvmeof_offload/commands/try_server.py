@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command `vllm-nvmeof try`, which uses the client of vllm_nvmeof_bench."""
+"""The command `vllm-nvmeof try`, which uses the client from vllm_nvmeof_bench."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[.
 
 
 def _grown(before: Metrics, now: Metrics, name: str) -> dict[str, float]:
-    """Return the growth of one of our counters, by its label `reason`; by "" if it has none."""
+    """Return the growth of one of our counters, by its label `reason` ("" if it has none)."""
     grown = {}
     for labels, value in now.samples(f"{PREFIX}{name}_total"):
         more = growth(before.value(f"{PREFIX}{name}_total", **labels), value)

@@ -46,8 +46,7 @@ _FILE_COLUMNS = 240
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """The result for a target. `link_bytes_per_s` covers all paths, in one direction; None:
-    unknown."""
+    """The result for a target. `link_bytes_per_s` is for all paths, one way; None if unknown."""
 
     fabric: TargetFabric
     nics: dict[str, Nic]

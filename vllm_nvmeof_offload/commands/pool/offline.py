@@ -199,8 +199,7 @@ class OfflineRank:
         return parse_header(page)
 
     def read_error(self, error: OSError) -> Outcome:
-        """Classify a failed slot read. Raises PoolError for an error that affects the whole
-        target."""
+        """Classify a failed slot read. Raises PoolError if the whole target is affected."""
         outcome = io_error(error.errno or errno.EIO)
         if outcome.scope is Scope.TARGET:
             raise PoolError(f"cannot read {self.surveyed.path / 'slab'}: {error}") from error
@@ -212,7 +211,7 @@ class OfflineRank:
 
     def check(self, index: int, identity: SlotIdentity, tag: bytes | None = None) -> Outcome:
         """Read slot `index` in full and verify that it holds `identity`; `tag` is as in `wanted`.
-        Raises PoolError for an error that affects the whole target."""
+        Raises PoolError if the whole target is affected."""
         buffer = self.buffers.get()
         try:
             with memoryview(buffer) as whole, whole[: self.bytes_of(identity)] as view:
@@ -434,7 +433,7 @@ def remove_client(
 
 
 def _slots_of(rank: OfflineRank, client: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Return int64[n], the slots with a header or entry of the client's, and the number of other
+    """Return int64[n], the slots whose header or entry is the client's, and the number of other
     slots with chunks from unknown clients."""
 
     def in_header(index: int) -> int:  # -1: never written

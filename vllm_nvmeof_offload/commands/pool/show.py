@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The output of `vllm-nvmeof pool`: JSON or text on stdout, progress on stderr.
 
-Sizes are in bytes, times are Unix times in seconds.
+Sizes are in bytes; times are Unix times in seconds.
 """
 
 from __future__ import annotations

@@ -124,8 +124,7 @@ class KvSizes:
 
     @property
     def block_tokens(self) -> int:
-        """Return the tokens per block in layers that keep every token, or else in the first
-        group."""
+        """Return the tokens per block in layers that keep every token, else in the first group."""
         kept = [one for one in self.plan.groups if one.cache.kind.keeps_every_token]
         return (kept or self.plan.groups)[0].block_tokens
 

@@ -4,7 +4,7 @@
 A *cache* is a layer's memory of a sequence under one of vLLM's KV cache specifications; a layer may
 have several (such as attention plus a state, an indexer's keys, or a compressor's rows). Recurrent
 state (Mamba, linear attention) has a fixed size per sequence: a convolution's last inputs and a
-matrix per head, as in the papers and code of each family. Weights are estimated by counting
+matrix per head, as in the papers and code for each family. Weights are estimated by counting
 matrices, without norms and biases (less than a thousandth) and without vision towers, which matter
 in small multimodal models.
 """
@@ -172,7 +172,7 @@ class ModelShape:
         return found
 
 
-#: Names of layers in a config.json's lists → names of the layer's caches in `_CACHES`.
+#: Layer names in a config.json's lists → names of the layer's caches in `_CACHES`.
 _TYPES: dict[object, str] = {
     **dict.fromkeys(("full_attention", "attention", "global", "indexed_attention"), "full"),
     **dict.fromkeys(("minimax_m3_sparse", "deepseek_sparse_attention"), "full"),

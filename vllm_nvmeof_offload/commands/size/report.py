@@ -321,8 +321,8 @@ def turns_per_s(
 
 
 def _cluster_figures(deployment: Deployment, read_bytes: float) -> Iterator[Figure]:
-    """Yield the figures of the cluster, if one is given. Each turn reads its context: `read_bytes`,
-    or 0 if the context is shorter than a chunk."""
+    """Yield the figures for the cluster, if one is given. Each turn reads its context:
+    `read_bytes`, or 0 if the context is shorter than a chunk."""
     row = functools.partial(_figure, "cluster")
     prefill, decode = deployment.prefill_nodes, deployment.decode_nodes
     if prefill is None or decode is None:
