@@ -140,7 +140,7 @@ def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
 
 
 def rank_groups_of(groups: Sequence[Group], kv_cache_config: Any) -> list[RankGroup]:
-    """Return the groups with the bytes of a block, without padding, on the configuration's rank.
+    """Return the groups with their block sizes, without padding, on the configuration's rank.
 
     The scheduler has one rank's configuration, with a single spec per group even where layers
     differ. Pages that do not fit the spec are counted with padding.
@@ -159,7 +159,7 @@ def rank_groups_of(groups: Sequence[Group], kv_cache_config: Any) -> list[RankGr
 
 
 def set_sizes_of(config: Any, kv_cache_config: Any) -> tuple[int, ...]:
-    """Return, by group that vLLM offloads, the number of consecutive ranks with equal bytes.
+    """Return, for each group that vLLM offloads, the number of consecutive ranks with equal bytes.
 
     `config` is vLLM's `OffloadingConfig`. Latent attention is equal on all tensor-parallel ranks,
     and with fewer KV heads than ranks, several ranks have the same head. The largest number is a
@@ -184,8 +184,8 @@ def _replicas(spec: Any, tensor_parallel: int, decode_context_parallel: int) -> 
 
 
 def geometry_of(config: Any, layers: LayerCaches, *, one_copy: bool = False) -> CacheGeometry:
-    """Return this rank's geometry of the groups that vLLM offloads. With `one_copy`, ranks with
-    equal bytes of a group form a set; otherwise each rank is a set."""
+    """Return the geometry on this rank of the groups that vLLM offloads. With `one_copy`, ranks
+    with equal bytes of a group form a set; otherwise each rank is a set."""
     groups = groups_of(config, layers.config)
     set_sizes = set_sizes_of(config, layers.config) if one_copy else ()
     tensors = [(group, layers.tensors(group.group_id)) for group in groups]
@@ -193,7 +193,7 @@ def geometry_of(config: Any, layers: LayerCaches, *, one_copy: bool = False) -> 
 
 
 def facts_of(config: Any, kv_cache_config: Any) -> list[dict[str, Any]]:
-    """Return, by group, the facts that determine the bytes of chunks, except model and layout.
+    """Return, for each group, the facts that determine chunks' bytes, except model and layout.
 
     The facts must be the same on all ranks. With several pipeline stages, a rank knows only its own
     layers, so the facts omit the layers; the model and its division into stages determine them.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An orchestrator's advice on the KV of a request.
+"""An orchestrator's advice about a request's KV.
 
 Advice arrives as vLLM's `kv_hints` or, because vLLM's Python server drops this field, as the same
 envelope in `kv_transfer_params: {"kv_hint": …}`; this second form gets an answer per action.
@@ -17,8 +17,8 @@ request, and never overrides the request's parameters or the configuration.
   …}]}`: chunks that end in a range of tokens are retained for `duration` seconds after the
   request's end, in a session per directive. Without a duration, the chunks are only kept longer, as
   if another request had used them. A priority or duration of 0 retains nothing.
-* `kv.demote` 1.x, `{}` or `{"session_id"}` of the request's own session: when the request ends, its
-  chunks are the next to be demoted from pinned memory to the pool.
+* `kv.demote` 1.x, `{}` or `{"session_id"}` naming the request's own session: when the request ends,
+  its chunks are the next to be demoted from pinned memory to the pool.
 
 Keys in `kv_transfer_params: {"nvmeof": {…}}`, which other connectors ignore:
 

@@ -279,7 +279,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
                 logger.info("request %s", json.dumps(record))
 
     def advise(self, req_context: ReqContext, request: Any, *, may_prefetch: bool = True) -> Advice:
-        """Return an orchestrator's advice on the KV of a new request. With `may_prefetch`, the
+        """Return an orchestrator's advice about a new request's KV. With `may_prefetch`, the
         request's chunks may be prefetched while it waits."""
         counters = self.core.counters
 

@@ -16,7 +16,7 @@ not verified. The name is given in one of our own calls, which `collective_rpc` 
 workers; in an extra argument of an update's last call, removed before the workers get the call; or,
 if configured, in vLLM's own `EngineCore.set_weight_version`, which some releases lack.
 
-**Pause and sleep.** vLLM resets its connectors in each pause that clears caches, because weights
+**Pause and sleep.** vLLM resets its connectors at each pause that clears caches, because weights
 can change. Usually the weights do not change; `_reset_caches` is wrapped so that `PausedTiers` can
 compare them.
 
@@ -129,7 +129,7 @@ def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def check_version(what: str, version: object) -> str:
-    """Return a valid name, or raise ConfigError. `what` is the argument or method that has it."""
+    """Return a valid name, or raise ConfigError. `what` is the argument or method that gives it."""
     if not isinstance(version, str):
         raise ConfigError(what, version, "the name of the weights must be a string")
     if len(version) > _CHARACTERS_MAX:

@@ -109,8 +109,8 @@ class SchedulerView:
         cap: int | None,
         theirs: Callable[[Any, int], tuple[int | None, bool]],
     ) -> tuple[int | None, bool]:
-        """Return the tokens to load after `local` tokens in GPU memory, or None to delay the
-        request, and whether the load may continue during later steps.
+        """Return the number of tokens to load after the `local` tokens in GPU memory (None: delay
+        the request), and whether the load may continue during later steps.
 
         `cap` limits this look-up, in addition to the request's own `max_load_tokens`. `theirs` is
         vLLM's method, which looks up the keys in our manager one by one.
@@ -179,7 +179,7 @@ class SchedulerView:
     # -- stores -------------------------------------------------------------------------
 
     def store_again(self) -> None:
-        """Make requests with failed loads store the chunks that they compute instead.
+        """Make requests with failed loads store the chunks that they compute instead of loading.
 
         vLLM counts the chunks of a planned load as stored. When this is called, a request's
         computed tokens end before the first failure, or are 0 if the request was reported instead

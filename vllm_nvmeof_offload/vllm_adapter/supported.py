@@ -6,7 +6,7 @@ worker, because vLLM's layout of the KV cache cannot be derived from a model's c
 
 vLLM runs the replicas of a dense model as independent engines, which know their own index but not
 the number of replicas. `precheck` writes the number into our configuration (`replicas`), which
-every engine and worker gets.
+every engine and worker receives.
 """
 
 from __future__ import annotations

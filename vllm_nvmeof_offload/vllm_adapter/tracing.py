@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""OpenTelemetry spans of a request's loads, in the trace that vLLM's front end started.
+"""OpenTelemetry spans for a request's loads, in the trace that vLLM's front end started.
 
 Without `--otlp-traces-endpoint`, requests have no trace headers, and the engine's process has no
 tracer. The tracer exports in a separate thread.

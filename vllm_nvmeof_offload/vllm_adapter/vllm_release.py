@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A check that vLLM is supported, based on its interface rather than its version.
 
-vLLM's offloading interface changes between releases. A release that calls us with other parameters,
-or omits a call that we rely on, could silently produce wrong tokens. Therefore vLLM must have all
-capabilities that we use, and our classes must match its own; otherwise it is refused with an error
-that names the difference. No other code of the adapter checks a version: versions of builds from
-source mean little, and a new release may have all capabilities.
+vLLM's offloading interface changes between releases. A release that calls us with different
+parameters, or omits a call that we rely on, could silently produce wrong tokens. Therefore vLLM
+must have all capabilities that we use, and our classes must match its own; otherwise it is refused
+with an error that names the difference. No other code in the adapter checks a version: versions of
+builds from source mean little, and a new release may have all capabilities.
 
 A release is *known* when vLLM's own tests have passed with our connector. An unknown release with
 all capabilities is served after a self-test (`self_test`), unless `allow_unknown_vllm` is false.
@@ -101,7 +101,7 @@ def _difference() -> str | None:
 
 
 def _differences(connector: Any) -> Iterator[str]:
-    """Yield methods of vLLM's classes that ours lack or override with other parameters."""
+    """Yield methods of vLLM's classes that ours lack or override with different parameters."""
     for cls in (
         connector.NVMeoFOffloadingConnector,
         connector.NVMeoFOffloadingManager,

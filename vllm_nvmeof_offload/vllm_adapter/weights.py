@@ -2,7 +2,7 @@
 """The identity of models' and adapters' weights and code, in files and in memory.
 
 A model is identified by a **digest** of its local files, or by the commit of its hub repository.
-The digest is the same on all machines. It reads a bounded part of each file:
+The digest is the same on all machines. It covers:
 
 * safetensors: the header, every tensor of at most 64 KiB in full (norms, biases, quantization
   scales: a few bytes have a large effect), and one sample of every larger tensor;
@@ -10,8 +10,8 @@ The digest is the same on all machines. It reads a bounded part of each file:
 * configuration files and code: every byte.
 
 The digest can miss a change of a few bytes in a large tensor, or in small tensors in a file of
-another format. A **stamp** misses no change, but only on one machine: it is taken before vLLM reads
-the weights, and compared afterwards. A **fingerprint** identifies every bit of the weights in
+another format. A **stamp** misses no change, but works only on one machine: it is taken before vLLM
+reads the weights, and compared afterwards. A **fingerprint** identifies every bit of the weights in
 memory, within one process.
 
 Some load formats read weights from other locations; chunks computed with those weights must not be
@@ -60,8 +60,8 @@ def weights_digest(model: Path, *, code: bool = False) -> str:
     """Return 64 hex digits that identify the content of the weights.
 
     `model` is a directory with weight files, or a weight file. If a directory has no file of a
-    known weight format, all its files count. With `code`, its Python files count too. Raises
-    ConfigError if there are no files, OSError if one cannot be read.
+    known weight format, all files at its top level count. With `code`, its Python files count too.
+    Raises ConfigError if there are no files, OSError if one cannot be read.
     """
     files = _files(model, code=code)
     if not files:
@@ -335,7 +335,7 @@ class ModelSource:
 
 
 def drafter_of(vllm_config: Any) -> Any:
-    """Return the `ModelConfig` of the drafter of speculative decoding, if it has weights."""
+    """Return the speculative decoding drafter's `ModelConfig`, or None without drafter weights."""
     speculative = vllm_config.speculative_config
     if speculative is None:
         return None
@@ -344,7 +344,7 @@ def drafter_of(vllm_config: Any) -> Any:
 
 
 def why_unknown(model: Any, load: Any, foreign_code: Collection[str]) -> list[str]:
-    """Return the reasons why weights or code may change without a change of the facts.
+    """Return the reasons why weights or code may change without a change in the facts.
     `foreign_code` lists load formats and architectures that a plugin has added or replaced."""
     source = ModelSource.of(model)
     weights = str(getattr(model, "model_weights", "") or "")
