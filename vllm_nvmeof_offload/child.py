@@ -102,9 +102,8 @@ class Companion:
         """Start the process after `first_s` seconds, and again `restart_s` seconds after each exit.
 
         `what` names the process in the log. `fd` refers to shared memory; the process gets a
-        duplicate as the last argument of `command`. The result of `lines` is written to the
-        process's input at start and every `lines_s` seconds (None: only at start), unless the pipe
-        is full.
+        duplicate as the last argument of `command`. Its input gets the result of `lines` at start
+        and every `lines_s` seconds (None: only at start), unless the pipe is full.
         """
         self._what, self._command, self._restart_s = what, command, restart_s
         self._lines, self._lines_s, self._first_s = lines, lines_s, first_s

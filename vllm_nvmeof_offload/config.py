@@ -177,9 +177,8 @@ class Tuning(BaseModel):
     #: The engine that copies between a GPU and pinned memory. auto: the GPU's copy engines (dma),
     #: or a kernel on a few multiprocessors where calibration found it at least 1.5 times as fast.
     copy_backend: Literal["auto", "dma", "kernel"] = "auto"
-    #: The processor that computes and verifies the checksums of whole chunks. gpu: during copies
-    #: from or to GPU memory or, on vLLM's CPU engine, in the copying thread. gpu's speed is
-    #: unmeasured.
+    #: The processor that computes and verifies the checksums of whole chunks. gpu (unmeasured):
+    #: during copies from or to GPU memory or, on vLLM's CPU engine, in the copying thread.
     checksum_at: Literal["cpu", "gpu"] = "cpu"
     #: A control file that makes pool I/O fail or deliver wrong KV; for tests only.
     fault_injection: Annotated[str, Field(min_length=1)] | None = None

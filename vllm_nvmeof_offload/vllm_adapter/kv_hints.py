@@ -85,8 +85,7 @@ class Advice:
     retention_answer: str = ""
 
     def together(self, other: Advice) -> Advice:
-        """Combine two pieces of advice, with this one's helpers and retention and `other`'s
-        answers."""
+        """Combine with `other`: keep this advice's helpers and retention, and `other`'s answers."""
         return Advice(
             self.prefetch or other.prefetch,
             self.retain + other.retain,

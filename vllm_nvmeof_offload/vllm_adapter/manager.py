@@ -101,8 +101,7 @@ def _unpickled(helpers: int | None, op: int, *columns: bytes) -> CommandSpec:
 class _RequestState:
     """The state of a request. `used` lists the chunks of its jobs. `loaded` has the chunks of its
     last load and, with several groups, `ends` has the tokens up to the end of each. `refused` has
-    the chunks for which there was no room; while there are any, `offered` has all chunks offered
-    since the first one."""
+    chunks that found no room; while there are any, `offered` has all offered since the first."""
 
     used: list[Collection[bytes]]
     refused: set[bytes] = field(default_factory=set, init=False)

@@ -21,9 +21,8 @@ can change. Usually the weights do not change; `_reset_caches` is wrapped so tha
 compare them.
 
 **Exit of the API server.** vLLM's engine process outlives a killed API server. The orphaned engine
-serves no requests, but keeps its memory, its GPU and the lock on its pool, and the next server
-would start with an empty pool. The engine therefore exits too, unless it runs in the user's own
-process.
+serves no requests, but keeps its memory, GPU, and pool lock, and the next server would start with
+an empty pool. The engine therefore exits too, unless it runs in the user's own process.
 """
 
 from __future__ import annotations
@@ -82,9 +81,8 @@ _OPTIONAL = frozenset({"set_weight_version", "_reset_caches"})
 
 
 def install(engine_core: _Class) -> _Class:
-    """Wrap methods of vLLM's `EngineCore`. Idempotent. Engines with other connectors are
-    unaffected. Return the class: a vLLM with this package in its tree uses this function as a
-    decorator."""
+    """Wrap methods of vLLM's `EngineCore`. Idempotent; engines with other connectors are
+    unaffected. Return the class: a vLLM with this package in its tree uses this as a decorator."""
     for name, wrap in (
         ("collective_rpc", _watch_calls),
         ("add_lora", _watch_adapters),

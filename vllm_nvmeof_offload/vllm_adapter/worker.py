@@ -178,8 +178,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return bool(self._reports)
 
     def take_reports(self) -> tuple[list[Report], Counts]:
-        """Return the reports that `get_finished` collected; none precedes the end of its own
-        job."""
+        """Return the reports that `get_finished` collected; none precedes its job's end."""
         taken = self._reports, self._counters
         self._reports, self._counters = [], Counts()
         return taken

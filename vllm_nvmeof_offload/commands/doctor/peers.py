@@ -83,9 +83,8 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
 def _greet(
     context: zmq.Context[zmq.Socket[bytes]], place: str, known: Answer, secret: bytes
 ) -> str:
-    """Greet a server once and return the text of its refusal. The server must refuse, because no
-    server has the greeting's tag. Raises PermissionError if the server's share secret differs from
-    ours."""
+    """Greet a server once; return the text of its refusal (no server has the greeting's tag).
+    Raises PermissionError if the server's share secret differs from ours."""
     facts = known.facts
     hello = Hello(
         version=int(facts.get("version", VERSION)),
