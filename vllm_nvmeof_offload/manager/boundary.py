@@ -18,7 +18,7 @@ Has = Callable[[Sequence[bytes]], bytes]  # returns a byte per key: 1 if the key
 _HIT = b"\1"
 _ASKED_FIRST = 16  # the number of chunks in the first query; small, because most prefixes end early
 SPARSE = (GroupKind.WINDOW, GroupKind.STATE)  # kinds with chunks useful only at boundaries
-#: The most bytes of a boundary's windows and states, as a share of all bytes stored since the
+#: The maximum size of a boundary's windows and states, as a share of all bytes stored since the
 #: previous boundary.
 _COST_SHARE = 0.5
 _BOUNDARY_TOKENS_MIN = 1024
@@ -31,9 +31,9 @@ def plan(
     limit: int,
     has: Has,
 ) -> tuple[int, list[bytes]]:
-    """Return the boundary in tokens and the keys of a load up to it, or (local, []) for no load.
-    `local` is the number of tokens in GPU memory, a multiple of every group's block. `limit` is the
-    number of tokens that a load may reach, at most the request's length."""
+    """Return the boundary in tokens and the keys for a load up to it, or (local, []) for no load.
+    `local` is the number of tokens in GPU memory, a multiple of every group's block size. `limit`
+    is the number of tokens that a load may reach, at most the request's length."""
     boundary = _boundary(groups, keys_by_group, local, limit, has)
     return boundary, wanted(groups, keys_by_group, local, boundary)
 
@@ -41,7 +41,7 @@ def plan(
 def wanted(
     groups: Sequence[Group], keys_by_group: Sequence[Sequence[bytes]], local: int, boundary: int
 ) -> list[bytes]:
-    """Return the keys of a load from `local` tokens to `boundary`, in order: the full prefix, the
+    """Return the keys for a load from `local` tokens to `boundary`, in order: the full prefix, the
     windows and local chunks within their reach, and the states."""
     keys: list[bytes] = []
     if boundary <= local:
@@ -61,10 +61,9 @@ def taken(
     boundary: int,
     ends_of: Callable[[Sequence[bytes]], Sequence[int]],
 ) -> list[bytes]:
-    """Return the keys of a load from `local` tokens to `boundary`, all hits of vLLM's look-up. At
-    the end, the look-up may have found the head of a chunk (a partial tail), which is loaded
-    instead of the chunk. `ends_of` returns the request's tokens up to the end of each key's chunk.
-    """
+    """Return the keys for a load from `local` tokens to `boundary`, all of them hits in vLLM's
+    look-up. The last hit may be the head of a chunk (a partial tail), which is loaded instead of
+    the chunk. `ends_of` returns the request's tokens up to the end of each key's chunk."""
     keys = wanted(groups, keys_by_group, local, boundary)
     if boundary % unit_tokens(groups) == 0:
         return keys
@@ -118,14 +117,14 @@ def unit_tokens(groups: Sequence[Group]) -> int:
 def kept_every(groups: Sequence[Group], unit: int, lasting: int) -> int:
     """Return the distance in tokens between boundaries that vLLM keeps in GPU memory so that they
     can be stored. The result is a multiple of `unit`; `lasting` is the distance between lasting
-    boundaries. Windows are stored while they are in GPU memory anyway. Without windows, vLLM keeps
-    a state per unit: an answer's state takes no pool space, because it is stored only until the
-    next state, and most answers are shorter than `lasting`."""
+    boundaries. With windows, it is `lasting`: windows are stored while they are in GPU memory
+    anyway. Without windows, vLLM keeps a state per unit: an answer's state takes no pool space,
+    because it is stored only until the next state, and most answers are shorter than `lasting`."""
     return lasting if any(group.kind is GroupKind.WINDOW for group in groups) else unit
 
 
 def automatic(groups: Sequence[RankGroup], unit: int) -> int:
-    """Return the distance in tokens of lasting boundaries, a multiple of `unit`; 0 for none."""
+    """Return the number of tokens between lasting boundaries, a multiple of `unit`; 0 for none."""
     sparse = [one for one in groups if one.group.kind in SPARSE]
     if not sparse:
         return 0

@@ -78,10 +78,10 @@ from vllm_nvmeof_offload.protocol import (
 )
 
 __all__ = ["CoreConfig", "ManagerCore", "SessionIds", "Source", "StorePlan"]
-_SIGHTINGS_MIN = 1 << 16  # the fewest keys that `StoreThreshold` counts; normally one per slot
+_SIGHTINGS_MIN = 1 << 16  # the minimum of `StoreThreshold`'s `keys_max`; normally one per slot
 RETAIN_S_MAX = 7 * 24 * 3600  # the longest retention: a session's end must be bounded
 #: The minimum interval between two saves of the sessions, and the largest share of time that saves
-#: may take. Saving a million chunks takes 0.15 s of a step (2 cores, busy).
+#: may take. Saving a million chunks takes 0.15 s of a step (on 2 busy cores).
 _SAVES_PERIOD_S, _SAVES_SHARE = 1.0, 1 / 1000
 _SOURCES = (None, Source.CPU, Source.POOL, Source.SHARED)  # by the native look-up's number
 FROM_CPU, FROM_POOL = 1, 2  # the tiers that a look-up may hit, as bits
@@ -124,7 +124,7 @@ class SessionIds(NamedTuple):
 
 class StorePlan(NamedTuple):
     """The result of `prepare_store`. `command` is None if there is nothing to store. `refused`
-    lists the new chunks that got no cache slot: the last ones of the prefix."""
+    lists the new chunks that got no cache slot: the last ones in the prefix."""
 
     command: StoreCommand | None
     refused: list[bytes]
@@ -134,7 +134,7 @@ class ManagerCore:
     """The state of every offloaded chunk in both tiers, created from the ranks' handshake.
 
     `policy` is a user's eviction policy; None selects the native one. `wall_clock` dates what is
-    retained on disk, because it also advances while no server runs. `first_generation` is for
+    retained on disk, because it also advances while no server is running. `first_generation` is for
     simulations; None selects a random number. `prompts_s` returns the seconds that the model has
     spent on prompts since the start. `foreign` gives access to other engines' chunks on the same
     targets; it is None if nothing is shared.
@@ -161,9 +161,9 @@ class ManagerCore:
         self._lane_bytes = list(capacity.lane_bytes)
         self._land_max = int(config.land_cache_share * capacity.cache_slots)
         self._counters = Counts()
-        self.last_failures: dict[Series, Outcome] = {}  # the last of each series of `failed_chunks`
-        self.levels: dict[int, LevelReport] = {}  # the last report of each rank
-        self.request_log = RequestLog()  # what was found, loaded and computed for the last requests
+        self.last_failures: dict[Series, Outcome] = {}  # last outcome per `failed_chunks` series
+        self.levels: dict[int, LevelReport] = {}  # the last report from each rank
+        self.request_log = RequestLog()  # what was found, loaded and computed for recent requests
         self.planned: LoadRecord | None = None  # the record of the load that was planned last
         #: Positions of groups whose bytes differed between ranks that must store equal bytes.
         self.unequal_groups: list[int] = []
@@ -321,7 +321,7 @@ class ManagerCore:
         return [keys[at] for at in order.tolist()], order
 
     def supersede(self, keys: Sequence[bytes]) -> None:
-        """Evict these provisional chunks next, unless a request uses them."""
+        """Evict these provisional chunks next, unless a request is using them."""
         self._tiers.supersede(keys)
 
     def keep(self, keys: Sequence[bytes]) -> None:
@@ -595,7 +595,7 @@ class ManagerCore:
             self.last_failures[series] = op.failure
 
     def has_pending_work(self, *, count_writes: bool = True) -> bool:
-        """Return whether a command waits to be sent, or a report is awaited and not overdue.
+        """Return whether a command is waiting to be sent, or an awaited report is not overdue.
         `count_writes=False` ignores writes, because they can wait for the engine's next step."""
         if self._unsent or self._tiers.fetches_intended:
             return True
@@ -671,7 +671,7 @@ class ManagerCore:
 
         A chunk is in the CPU tier once its copy is complete on every rank, and in the pool once its
         write is complete. It can be in both. Applied in order, the changes reproduce the index;
-        consumers must count the announcements of each block. A reset drops additions that were not
+        consumers must count the announcements for each block. A reset drops additions that were not
         taken, because it also removes their keys.
         """
         left = min(max(_CHANGES_MIN, self.changed_keys // _CHANGES_SHARE), _CHANGES_MAX)
@@ -736,7 +736,7 @@ class ManagerCore:
     # -- gauges -----------------------------------------------------------------------
 
     def gauges(self) -> dict[Series, float]:
-        """Return gauges by series (`metrics.GAUGES`); other names serve leak checks."""
+        """Return gauges by series (`metrics.GAUGES`); other names are for leak checks."""
         tiers = self._tiers
         retained_cache, retained_pool = tiers.retained
         return {

@@ -50,20 +50,20 @@ MakePolicy = Callable[[Sequence[int]], EvictionPolicy]  # from each slot's last 
 
 
 _KEY = "eviction_policy"
-POLICIES = (CREDITED, "lru")  # names of the native order; `credited_lru` differs only in `Recency`
+POLICIES = (CREDITED, "lru")  # names for the native order; `credited_lru` differs only in `Recency`
 _METHODS = ("admit", "withdraw", "touch", "peek", "victim")
 
 
 def credit_share(name: str, write_policy: WritePolicy = WritePolicy.THROUGH) -> float:
     """Return `CoreConfig.credit_share` for the policy `name`; 0 if chunks are written on eviction,
-    because plain LRU then hits more: 52.2 % instead of 49.9 % on agentic traces (`bench simulate`).
-    """
+    because plain LRU then has a higher hit rate: 52.2 % instead of 49.9 % on agentic traces (`bench
+    simulate`)."""
     return CREDIT_SHARE if name == CREDITED and write_policy is WritePolicy.THROUGH else 0.0
 
 
 def choose_policy(name: str) -> MakePolicy | None:
     """Return the class for the configured `name` ("module:Class"), or None for one of `POLICIES`.
-    Raises ConfigError if there is no class of this name, or it lacks a method."""
+    Raises ConfigError if there is no class with this name, or it lacks a method."""
     if name in POLICIES:
         return None
     make = _imported(name)

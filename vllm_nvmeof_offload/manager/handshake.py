@@ -42,7 +42,7 @@ _LAND, _RELOAD, _PREFETCH = ahead_shares(AHEAD_CACHE_SHARE)
 
 
 class WritePolicy(enum.Enum):
-    """The time at which a chunk of the CPU tier is written to the pool."""
+    """The time at which a chunk in the CPU tier is written to the pool."""
 
     THROUGH = "through"  # as soon as it is stored
     ON_EVICTION = "on_eviction"  # when the CPU tier is about to reuse the slot (demotion)
@@ -54,7 +54,7 @@ class CoreConfig:
     """The core's configuration. Shares are fractions of the cache slots.
 
     `world_size` is the number of ranks that report. `key_bytes` is the length of an offload key:
-    vLLM's block hash and four bytes of the group's number. `groups` are the offloaded KV cache
+    vLLM's block hash plus four bytes for the group's number. `groups` are the offloaded KV cache
     groups, by position. A chunk is stored at its `store_threshold`-th sighting. `eviction_policy`
     is the configured name, for the start line; the core gets the policy separately. `credit_share`
     states how much longer a reused chunk is kept (`Recency`); 0 is plain LRU. With `ON_EVICTION`,
@@ -94,10 +94,9 @@ class CoreConfig:
         object.__setattr__(self, "full_attention_only", only)
 
     def tokens_in(self, slots: int, set_sizes: Sequence[int] = ()) -> int:
-        """Return the number of tokens in these slots, without windows and states. `set_sizes` is,
-        by group, the number of ranks that share one copy of a chunk; empty if each rank has its
-        own.
-        """
+        """Return the number of tokens in these slots, not counting windows and states. `set_sizes`
+        is, by group, the number of ranks that share one copy of a chunk; empty if each rank has its
+        own."""
         dense = self._dense or (self.groups[leading(self.groups)],)
         sizes = [set_sizes[self.groups.index(group)] if set_sizes else 1 for group in dense]
         per_slot = [group.tokens_per_chunk * size for group, size in zip(dense, sizes, strict=True)]
@@ -153,11 +152,11 @@ class Agreement:
     capacity: Capacity
     #: The places are in range and ascending. If a key has several, the lowest one is adopted.
     entries: AdoptedEntries
-    unadopted: int  # the number of entries on the rank that found the most, minus the adopted ones
+    unadopted: int  # the number of entries on the rank that found the most, minus those adopted
     notes: tuple[str, ...] = ()
     #: The share tag at the start; empty if no later start may adopt the chunks written.
     tag: bytes = b""
-    sessions: bytes = b""  # the sessions file of an earlier process
+    sessions: bytes = b""  # an earlier process's sessions file
 
 
 def agree(hellos: Sequence[RankHello]) -> Agreement:
@@ -253,7 +252,7 @@ def _group_bytes(hellos: Sequence[RankHello]) -> tuple[int, ...]:
 def _in_order(adopted: AdoptedEntries) -> AdoptedEntries:
     """Return the entries in order of place, without duplicates."""
     if bool((np.diff(adopted.places) > 0).all()):
-        return adopted  # the order from `Pool.adopt`
+        return adopted  # already in the order from `Pool.adopt`
     return _take(adopted, np.unique(adopted.places, return_index=True)[1])
 
 

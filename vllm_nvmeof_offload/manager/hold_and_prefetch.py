@@ -9,7 +9,7 @@
 * New requests in vLLM's queue: their chunks in the pool are fetched in queue order, within
   `prefetch_cache_share`.
 
-A request leaves when it starts, when its load is planned, or when it ends. Chunks that no other
+A request is dropped when it starts, when its load is planned, or when it ends. Chunks that no other
 request wants are then released, and their fetches cancelled. The work per step is bounded.
 
 Native code (native/tiers/holds.h) iterates over a request's chunks. Python only asks which leading
@@ -34,18 +34,19 @@ class Reason(enum.IntEnum):
     """The reason for holding or fetching a chunk. `Tiers` keeps unsent fetches by reason."""
 
     RELOAD = 0  # for a preempted request
-    QUEUE = 1  # for a request that waits in vLLM's queue
+    QUEUE = 1  # for a request that is waiting in vLLM's queue
     PROBE = 2  # to measure the pool while admission declines it
 
 
-#: The ways in which a fetch ends: values of the metric's label `how`, in the order of holds.h.
+#: The ways in which a fetch ends: values of the metric's `how` label, in the order in holds.h.
 _ENDS = ("used", "wasted", "cancelled", "failed", "probe")
 _ROOM_SHARE = 0.125  # the share of slots that stays evictable, so that new chunks find room
 _PATIENCE_S = 5.0  # shorter requests do not overtake a preempted request that has waited this long
 _LOOK_AGAIN_S = 0.05  # the interval between checks for chunks in GPU memory
-#: The most chunks examined per `turn`, in about 1 ms. The limit on bytes stops fetches earlier.
+#: The maximum number of chunks examined per `turn`, which takes about 1 ms. The limit on bytes
+#: stops fetches earlier.
 LOOKS_MAX = 4096
-#: The most queries to vLLM about chunks in GPU memory: per `turn`, and per request.
+#: The maximum number of queries to vLLM about chunks in GPU memory, per `turn` and per request.
 _QUESTIONS_MAX, _QUESTIONS_OF_ONE_MAX = 256, 64
 _FETCH_BYTES_MAX = 256 << 20  # in progress: enough for a fast target between two steps
 _FETCHES_MIN = 4
@@ -108,7 +109,8 @@ class _Want:
 
 
 class ReloadScheduler:
-    """The scheduler that the module describes. A share of 0 disables the part that it limits."""
+    """The scheduler that the module's docstring describes. A share of 0 disables the part that it
+    limits."""
 
     def __init__(
         self,
@@ -152,8 +154,8 @@ class ReloadScheduler:
 
     def looked_up(self, request_id: str, local_chunks: int) -> None:
         """Record that vLLM's look-up found the request's first `local_chunks` chunks in GPU memory.
-        If skipped chunks are not among these, examine again all chunks from the first skipped one
-        on."""
+        If any skipped chunk is not among these, re-examine all chunks from the first skipped one
+        onward."""
         want = self._wants.get(request_id)
         if want is None or want.skipped is None or local_chunks > want.skipped_last:
             return
@@ -162,7 +164,7 @@ class ReloadScheduler:
         self._queue_up(want)
 
     def left(self, request_id: str) -> None:
-        """Stop following a request that runs, has ended, or has its load planned."""
+        """Stop following a request that is running, has ended, or whose load has been planned."""
         want = self._wants.pop(request_id, None)
         if want is None:
             return

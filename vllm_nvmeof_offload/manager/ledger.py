@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Op:
-    """An operation in progress. `batch` holds its rows; None for a reset or an attach, which has
-    one row. Most ops leave the later fields at the class's defaults, which cost nothing per op."""
+    """An operation in progress. `batch` holds its rows; it is None for a reset or an attach, each
+    of which has one row. Most ops leave the later fields at the class's defaults, which cost
+    nothing per op."""
 
     number: int
     kind: OpKind
     issued_s: float
     batch: Batch | None
-    ranks_left: int  # for an op of one row: ranks that have not reported
-    failure: Outcome | None = field(default=None, init=False)  # for an op of one row
+    ranks_left: int  # for a one-row op: the number of ranks that have not reported
+    failure: Outcome | None = field(default=None, init=False)  # for a one-row op
     owner: int = field(default=0, init=False)  # for an attach
     # The following are for loads.
     lanes: Sequence[int] = field(default=(), init=False)  # the bytes to read, by target
@@ -39,7 +40,7 @@ class Op:
     lost: int = field(default=0, init=False)  # the number of `tokens` that failed so far
     predicted_s: float = field(default=0.0, init=False)  # as in `Decision`
     record: LoadRecord | None = field(default=None, init=False)  # part of the request's record
-    probe: bool = field(default=False, init=False)  # whether this is a fetch only for measurement
+    probe: bool = field(default=False, init=False)  # whether this fetch is only a measurement
     #: For a load or fetch: the seconds that the model had spent on prompts when the op began.
     prompts_s: float = field(default=0.0, init=False)
 
@@ -54,7 +55,7 @@ class Op:
 
 
 def columns_of(batch: Batch) -> ChunkBatch:
-    """Copy a batch's columns for the ranks, because its rows change later."""
+    """Copy a batch's columns for the ranks, because the batch's rows change later."""
     return ChunkBatch(batch.columns())
 
 
@@ -102,7 +103,7 @@ class Ledger:
         del self._ops[op.number]
 
 
-# Values that the native index reports: an entry's state, and the tier of a look-up.
+# Values that the native index reports: an entry's state, and the tier of a look-up's hit.
 
 
 class Source(enum.Enum):
@@ -126,7 +127,7 @@ class State(enum.IntEnum):
 
 
 class Entry(NamedTuple):
-    """An entry, for inspection. `cache` and `place` are -1 for none."""
+    """An entry, for inspection. `cache` and `place` are -1 if there is none."""
 
     state: State
     generation: int

@@ -5,10 +5,10 @@
     computing time = tokens / prefill rate at their depth
 
 A token's depth is the number of tokens before it. Attention reads all of these, so the rate falls
-with the depth; `StepMeter` measures both. A lane is a queue of reads, here for a target. Its bytes
-include those that other loads will read there. While a rate is unknown, everything is loaded.
+as the depth grows; `StepMeter` measures both. A lane is a queue of reads, here for a target. Its
+bytes include those that other loads will read there. While a rate is unknown, everything is loaded.
 
-The slowness is the smoothed ratio of the loads' time to their predicted time. It is below 1 if
+The slowness is the smoothed ratio of the actual to the predicted loading time. It is below 1 if
 peers read for us, or if loads overlap with other requests' prompts. A load that takes longer than
 computing can only raise it. If the load was cut off, it raises the slowness to the full ratio at
 once, because the rest would have taken even longer. Any other load can only lower it: a load slower
@@ -17,10 +17,10 @@ computing, the pool is declined until loading is faster by the factor `_HYSTERES
 
 A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that no request
 has to wait to find out that the pool has recovered. A successful probe lowers the slowness towards
-its minimum: by half of the distance, or by the trust in the pool if that is less. So loads that are
-fast only with peers are tried too. Trust starts at 1; a load that takes longer than computing
-halves it, and any other load doubles it. So a pool that sometimes hangs, or is fast only for a
-probe, is tried less and less.
+its minimum: by half the distance, or by a share equal to the trust in the pool if that is less. So
+loads that are fast only with peers are tried too. Trust starts at 1; a load that takes longer than
+computing halves it, and any other load doubles it. So a pool that sometimes hangs, or is fast only
+for probes, is tried less and less often.
 
 Chunks of the CPU tier are always loaded: pinned memory is many times faster than any model, and
 loading leaves the model free for other requests.
@@ -42,7 +42,7 @@ _NEWEST = 1 / 2  # the weight of a load in the slowness, and of a probe if trust
 _SLOWNESS_MIN = 0.5  # loads that overlap with prompts for a while will not always do so
 _SLOWNESS_LOST = 16.0  # the slowness of a load that did not complete and had no prediction
 #: At this trust, hundreds of probes lie between two loads that are cut off after twice their
-#: computing time, so such loads cost a few percent of all computing.
+#: computing time, so such loads cost a few percent of total computing time.
 _TRUST_MIN = 1 / 512
 #: A load is cut off after this many times the time to compute its chunks and one step, but not
 #: before `_LIMIT_S_MIN`. A load begins when the step that carries it ends, and is reported with a
@@ -79,7 +79,8 @@ class Decision:
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """The decision on a hit after `local` tokens in GPU memory: `tokens` are loaded, and `declined`
-    are found but not loaded. `helpers` is as in `LoadCommand`, other fields as in `Decision`."""
+    were found but are not loaded. `helpers` is as in `LoadCommand`, other fields as in
+    `Decision`."""
 
     local: int
     tokens: int
@@ -98,9 +99,8 @@ class Attempt:
 
 
 class Admission:
-    """The decisions for one core, and the estimates behind them. Bytes are those of one rank, by
-    lane. `read_rates`, which the caller updates, is the slowest rank's bytes per second; 0 if
-    unknown."""
+    """The decisions for one core, and the estimates behind them. Bytes are per rank, by lane.
+    `read_rates`, which the caller updates, is the slowest rank's bytes per second; 0 if unknown."""
 
     def __init__(self, config: CoreConfig, read_rates: Sequence[float]) -> None:
         self.automatic = config.admission
@@ -189,7 +189,7 @@ class LoadTimes:
     A load lasts from its plan until its report is applied, after which the request runs. Without
     the load, the request would have run in the step for which the load was planned. The ranks' own
     times would leave out the steps before and after the copy. Time in which the model computes
-    other requests' prompts does not count: this request would not be computed then either, and a
+    other requests' prompts does not count: this request could not be computed then either, and a
     step that fills the processors slows the load itself.
     """
 
@@ -254,7 +254,7 @@ class LoadTimes:
         return max(0.0, seconds - (self._ledger.prompts_s() - op.prompts_s))
 
     def _is_worth_cutting(self, op: Op) -> bool:
-        """Return whether the load may be cut off. With several groups, a load brings all of its
+        """Return whether the load may be cut off. With several groups, a load yields all of its
         tokens or none, so after the first complete read, waiting is better than losing it."""
         if self._config.full_attention_only:
             return True

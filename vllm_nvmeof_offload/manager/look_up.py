@@ -7,7 +7,7 @@ have not moved; no load of one has begun (vLLM delays a request that asks for su
 keys at which the groups' look-ups stopped still miss.
 
 If admission declines the pool, the request is looked up again in the CPU tier only, and this second
-answer is cached too. vLLM's own state of the request is the one left by the last real look-up.
+answer is cached too. vLLM's own state for the request is the one left by the last real look-up.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from vllm_nvmeof_offload.native import Whereabouts
 
 _DECIDE_AGAIN_S = 0.05  # a decision is cached this long, because rates and queues change
-_LOG_PERIOD_S = 60.0  # the minimum interval between two log lines on admission
+_LOG_PERIOD_S = 60.0  # the minimum interval between two log lines about admission
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,8 @@ class Queue:
     `keys_of` returns a request's keys so far, by group position and in prefix order, or None if the
     request is unknown. `ends_of` returns, for keys that a request's look-up asked for, the tokens
     up to each chunk's end. `is_cached` returns whether the request's chunk with this key is in GPU
-    memory, and False for windows and states. `by_priority`: vLLM orders the queue by priority.
+    memory, and False for windows and states. `by_priority` states whether vLLM orders the queue by
+    priority.
     """
 
     keys_of: Callable[[str], Sequence[Sequence[bytes]] | None]
@@ -50,8 +51,8 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The question of a look-up. `tokens` is the request's length. `last_hash` is the hash of its
-    last whole block, which depends on all earlier blocks. `local` tokens are in GPU memory. At most
+    """A look-up's question. `tokens` is the request's length. `last_hash` is the hash of its last
+    whole block, which depends on all earlier blocks. `local` tokens are in GPU memory. At most
     `cap` tokens are loaded. Only `sources` may hit."""
 
     tokens: int
@@ -87,9 +88,9 @@ Ask: TypeAlias = Callable[[Question], Answer]  # vLLM's own look-up of a request
 
 @dataclass(slots=True)
 class _LookedUp:
-    """A request between its first look-up and its GPU blocks. `answers` is by set of sources,
-    `last` is the question of the last real look-up, and `boundary` is the number of tokens up to
-    the end of the last hit."""
+    """A request between its first look-up and its GPU blocks. `answers` is keyed by the set of
+    sources, `last` is the question of the last real look-up, and `boundary` is the number of tokens
+    up to the end of the last hit."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
     last: Question | None = None
@@ -133,7 +134,7 @@ class RequestLookUps:
                 return answer
             self.declined(request_id, answer.found)
         if answer.found and self._requests[request_id].last != question:
-            # vLLM's state of the request still stems from the look-up in the other sources.
+            # vLLM's state for the request still comes from the look-up in the other sources.
             answer = self.asked(request_id, ask(question))
         return answer
 
@@ -172,8 +173,8 @@ class RequestLookUps:
         return answer
 
     def decide(self, request_id: str, answer: Answer) -> Attempt:
-        """Decide whether to load the hit of a look-up in all sources. If not, the caller must look
-        up the request in the CPU tier only, and then call `declined`."""
+        """Decide whether to load the hit from a look-up in all sources. If not, the caller must
+        look up the request in the CPU tier only, and then call `declined`."""
         local, found = answer.question.local, answer.found or 0
         known = self._requests.setdefault(request_id, _LookedUp())
         self._core.reload.looked_up(request_id, local // self.tokens_per_chunk if self.full else 0)
@@ -244,7 +245,7 @@ class RequestLookUps:
         return (known.attempt, known.boundary) if known else (None, None)
 
     def forget_answers(self, request_id: str) -> None:
-        """Forget cached answers, because vLLM's state of the request no longer matches any."""
+        """Forget cached answers, because vLLM's state for the request no longer matches them."""
         if known := self._requests.get(request_id):
             known.answers.clear()
 

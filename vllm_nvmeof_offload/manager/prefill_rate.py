@@ -8,25 +8,26 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-#: A request with at most this many tokens in a step decodes; speculative decoding uses more than 1.
-#: A step counts for the prefill rate if it computes at least this many prompt tokens per decode,
-#: and four times as many in total; otherwise decodes or the step's fixed cost dominate its time.
+#: A request with at most this many tokens in a step is decoding; speculative decoding uses more
+#: than 1. A step counts towards the prefill rate if it computes at least this many prompt tokens
+#: per decode, and four times as many in total; otherwise decodes or the step's fixed cost dominate
+#: its time.
 _DECODE_TOKENS_MAX = 16
 _KEPT = 0.8  # the factor by which the weight of older samples decays with each new sample
-#: The least standard deviation of depths for which a slope is fitted, as a share of the most tokens
-#: in a step.
+#: The minimum standard deviation of depths at which a slope is fitted, as a share of the largest
+#: step's tokens.
 _DEPTHS_APART = 0.25
 _SLOPE_SHARE_MAX = 0.9  # the largest share of a token's time attributed to earlier tokens
-_AHEAD_MAX = 8  # the most steps between scheduling and output; beyond this, outputs were missed
+_AHEAD_MAX = 8  # the maximum number of steps awaiting output; beyond it, outputs were missed
 
 
 @dataclass(frozen=True, slots=True)
 class _Step:
     began_s: float
-    tokens: int  # tokens of prompts and decodes
+    tokens: int  # prompt and decode tokens
     share: float  # the share of tokens that belong to prompts
-    counts: bool  # whether it counts for the prefill rate
-    depth: float  # the tokens before a prompt's token, on average
+    counts: bool  # whether it counts towards the prefill rate
+    depth: float  # the average number of tokens before a prompt token
 
 
 class StepMeter:
@@ -41,8 +42,8 @@ class StepMeter:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.steps = 0  # steps with tokens
-        self.seconds = 0.0  # the duration of these steps
-        self.tokens = 0  # the tokens of these steps
+        self.seconds = 0.0  # the total duration of these steps
+        self.tokens = 0  # the tokens in these steps
         self.decode_s = 0.0  # the longest recent step time in excess of the time for prompts
         self._clock = clock
         self._ahead: deque[_Step] = deque(maxlen=_AHEAD_MAX)
@@ -56,13 +57,13 @@ class StepMeter:
 
     @property
     def prefill_rate(self) -> float:
-        """The tokens per second of prefill in recent large steps, or 0 if unknown."""
+        """The prefill rate in recent large steps, in tokens per second; 0 if unknown."""
         tokens, _, seconds, *_ = self._sums
         return tokens / seconds if seconds else 0.0
 
     @property
     def depth(self) -> float:
-        """The average number of tokens before a token in the steps of `prefill_rate`."""
+        """The average number of tokens before a token, in the steps that `prefill_rate` covers."""
         tokens, depths, *_ = self._sums
         return depths / tokens if tokens else 0.0
 
@@ -73,7 +74,7 @@ class StepMeter:
         return max(0.0, min(self._slope, _SLOPE_SHARE_MAX * seconds / depths)) if depths else 0.0
 
     def prompts_s(self) -> float:
-        """Return the seconds that the model has spent on prompts, including the current step's."""
+        """Return the seconds that the model has spent on prompts, including in the current step."""
         if not self._ahead:
             return self._prompts_s
         step = self._ahead[0]
@@ -87,9 +88,9 @@ class StepMeter:
     def scheduled(
         self, tokens: Mapping[str, int], computed: Callable[[], Mapping[str, int]] = dict
     ) -> None:
-        """Record a scheduled step. `tokens` are its tokens by request. `computed` returns the
-        number of tokens before these, by request; it is called only if the step counts for the
-        rate."""
+        """Record a scheduled step. `tokens` gives its number of tokens by request. `computed`
+        returns the number of tokens before these, by request; it is called only if the step counts
+        towards the rate."""
         prefill = {one: count for one, count in tokens.items() if count > _DECODE_TOKENS_MAX}
         total, prompts = sum(tokens.values()), sum(prefill.values())
         decodes, depth = len(tokens) - len(prefill), 0.0

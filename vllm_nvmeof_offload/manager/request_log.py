@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of the last requests: what was found, loaded and computed for each, and why. Pure.
+"""The record of recent requests: what was found, loaded and computed for each, and why. Pure.
 
 A request is recorded when vLLM allocates its GPU blocks, and again after each preemption; its load
 adds the outcome. The scheduler's thread writes; any thread can read. The number of records and the
@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-RECORDS_MAX = 1000  # each takes 0.6 KB, or 3 KB with the most starts: at most 3 MB in all
-_STARTS_MAX = 8  # the most starts that a record keeps: the first and the last ones
+RECORDS_MAX = 1000  # each takes 0.6 KB, or 3 KB with `_STARTS_MAX` starts: at most 3 MB in all
+_STARTS_MAX = 8  # the maximum number of starts in a record: the first and the last ones
 _ID_CHARS_MAX = 256
 _LIMITS_CHARS_MAX = 200
 
@@ -43,7 +43,7 @@ class LoadRecord:
 
 @dataclass(slots=True, kw_only=True)
 class Start:
-    """A request at the time at which it got its GPU blocks.
+    """A request at the moment when it got its GPU blocks.
 
     Of its `tokens`, `gpu_tokens` were in GPU memory and the next `found_tokens` in the tiers, of
     which `loaded_tokens` were loaded. `declined_tokens` were found but computed, because loading
@@ -122,8 +122,8 @@ class RequestLog:
                 self._starts.popitem(last=False)
 
     def find(self, request_id: str | None) -> list[dict[str, Any]]:
-        """Return the records of a request, oldest first, or the newest record for None. vLLM
-        appends a number and random digits to the id that its answer shows, and puts a number and
+        """Return the records of a request, oldest first, or the newest record if the id is None.
+        vLLM appends a number and random digits to the id shown in its answer, and puts a number and
         "_" in front if there are several answers (`n`). If no record has exactly the given id, the
         records of these longer ids are returned."""
         name = (request_id or "")[:_ID_CHARS_MAX]

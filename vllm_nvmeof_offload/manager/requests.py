@@ -49,7 +49,7 @@ class ResumeCounter:
         self._unit_tokens = unit_tokens
         self._counters = counters
         self._computed: dict[str, _Computed] = {}  # running requests
-        self._preempted: dict[str, _Computed] = {}  # at the preemption
+        self._preempted: dict[str, _Computed] = {}  # as of the preemption
         self._offered: dict[str, tuple[int, int]] = {}  # resuming request → (local, found)
 
     def step(self, scheduler_output: Any) -> None:
@@ -105,7 +105,7 @@ class ResumeCounter:
         return True
 
 
-_LOG_PERIOD_S = 60.0  # the minimum interval between two log lines on suspended requests
+_LOG_PERIOD_S = 60.0  # the minimum interval between two log lines about suspended requests
 
 
 class WaitingRequests:
@@ -137,7 +137,7 @@ class WaitingRequests:
         helpers: int | None = None,
     ) -> None:
         """Add a request that has arrived. `prefetch`: hold and fetch its chunks while it waits.
-        `first`: do so before other requests. `helpers` is as in `LoadCommand`."""
+        `first`: do so before serving other requests. `helpers` is as in `LoadCommand`."""
         self._requests[request.request_id] = request
         (self._followed.add if prefetch else self._followed.discard)(request.request_id)
         self._helpers.pop(request.request_id, None)

@@ -30,7 +30,7 @@ _FORGET_BATCH = 1024
 
 
 class StoreThreshold:
-    """A counter of sightings. The n-th sighting stores a chunk, as with vLLM's `store_threshold`.
+    """A counter of sightings: a chunk is stored at its n-th, as with vLLM's `store_threshold`.
 
     A sighting is one offer to store a chunk (`prepare_store`). vLLM makes one per request for each
     of its chunks, whether it computed the chunk or found it in GPU memory. Look-ups and a request's
@@ -51,8 +51,8 @@ class StoreThreshold:
     def see(
         self, keys: Sequence[bytes], again: Collection[bytes] = ()
     ) -> npt.NDArray[np.uint8] | None:
-        """Count an offer of each of `keys`, except those in `again`, which the request has offered
-        before. Return, by key, whether it is due; None if all are."""
+        """Count one offer for each of `keys`, except those in `again`, which the request has
+        offered before. Return, by key, whether it is due; None if all are."""
         if self._threshold == 1:
             return None
         counts = self._counts
@@ -88,10 +88,10 @@ class _Request:
 
 
 class BoundaryStores:
-    """The choices for all requests. `supersede` and `keep` are methods of the core. `groups` must
-    include windows or states. `every_tokens` is the distance between lasting boundaries, a multiple
-    of every group's chunk. A prompt or shared prefix is stored up to its last multiple of
-    `tail_tokens` (unless 0), even within a chunk."""
+    """The choice of what to store, for all requests. `supersede` and `keep` are methods of the
+    core. `groups` must include windows or states. `every_tokens` is the distance between lasting
+    boundaries, a multiple of every group's chunk size. A prompt or shared prefix is stored up to
+    its last multiple of `tail_tokens` (unless 0), even within a chunk."""
 
     def __init__(
         self,

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """One engine's metrics, and its log lines about the start and failures. Pure.
 
-Counters are exported as increases, and gauges when they change, because most steps change few. All
-gauges are also exported periodically, because each of several API servers receives only the steps
-of its own requests.
+Counters are exported as increases, and gauges when they change, because most steps change only a
+few. All gauges are also exported periodically, because each of several API servers receives only
+the steps of its own requests.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.metrics import CONFIG_LABELS, GAUGES, Counts, Series, f
 from vllm_nvmeof_offload.protocol import LevelReport, RankHello
 from vllm_nvmeof_offload.units import format_bytes
 
-#: By the start of a fallback's line: the metric's label, if it differs.
+#: Metric labels that differ from the start of their fallback's line, by that start.
 _PARTS = {"io_uring registered": "registration"}
 _QUEUES = ("stream_slot", "read", "prefetch", "write")
 
@@ -140,7 +140,7 @@ def start_line(
 ) -> str:
     """Return one log line for all ranks. Values that differ are listed by rank. `alone` is the
     reason why other servers' chunks are not loaded: empty if they are loaded, None if sharing is
-    off. `group` names the servers whose chunks are loaded; empty for all servers of this host."""
+    off. `group` names the servers whose chunks are loaded; empty for all servers on this host."""
     first, ranks, capacity = hellos[0], len(hellos), core.capacity
     config, adopted = core.config, int(core.counters["adoption_chunks", "adopted"])
     size = capacity.slot_bytes
