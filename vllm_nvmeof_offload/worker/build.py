@@ -61,7 +61,7 @@ _INJECTOR = "vllm_nvmeof_bench.servers.faults"
 
 @dataclass(frozen=True)
 class RankIdentity:
-    """One rank of one replica, and the keyspace of its model."""
+    """One rank in one replica, and the keyspace of its model."""
 
     keyspace: Keyspace
     rank: int
@@ -91,7 +91,7 @@ class RankWorker:
     staging: Staging
     pool: Pool | None
     watcher: TargetWatcher | None = None
-    regions: RegionFiles | None = None  # of other engines; None without a pool
+    regions: RegionFiles | None = None  # other engines'; None without a pool
     links: PeerLinks | None = None  # to peers; None if this rank has none
 
 
@@ -194,9 +194,9 @@ def _transfer_limits(
     tuning = settings.tuning
     target_count = pool.target_count if pool else 1
 
-    # Allow twice the operations that the engine works on, because a completed operation is replaced
-    # only in the next turn of the pipeline's thread. Allow no more: deadlines run from submission,
-    # and time in the engine's queue must not make a target look hung.
+    # Allow twice as many operations as the engine works on, because a completed operation is
+    # replaced only in the next turn of the pipeline's thread. Allow no more: deadlines run from
+    # submission, and time in the engine's queue must not make a target look hung.
     by_threads = "threads" in io.name
     at_work = tuning.io_threads if by_threads else tuning.io_depth * target_count
     sharing = target_count if by_threads else 1  # targets that share one limit on bytes

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Memory shared by the ranks of a set, which find each other at start.
 
-The ranks of a set hold equal bytes of some KV cache group and run on one host
+The ranks in a set hold equal bytes for some KV cache group and run on the same host
 (`RankGroup.set_size`). The first rank creates the memory as an anonymous file and sends its
 descriptor to the others over an abstract Unix socket, so nothing needs a path, space on a file
 system, or cleanup. All ranks must want the same layout. If one rank does not connect, no rank gets
@@ -70,7 +70,7 @@ class SetLayout:
 
 def join_set(layout: SetLayout, member: int, timeout_s: float = MEET_S) -> SetMemory:
     """Join the other members and map the set's memory. Every member must call this. Raises
-    NoSetError if a member does not connect, wants another layout, or cannot map the memory."""
+    NoSetError if a member does not connect, wants a different layout, or cannot map the memory."""
     end_s = time.monotonic() + timeout_s
     try:
         fd = _lead(layout, end_s) if member == 0 else _follow(layout, member, end_s)

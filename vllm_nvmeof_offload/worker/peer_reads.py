@@ -3,8 +3,9 @@
 server through which this rank reads for peers.
 
 The native machine decides which chunks a peer reads; the sessions carry the requests and the
-chunks. Nothing waits for a peer, and all peers are optional. Without NIXL and RDMA, peers send
-chunks in messages. Without the messaging libraries, no peer is used, and this is logged once.
+chunks. Nothing waits for a peer, and all peers are optional. Unless both NIXL and RDMA are
+available, peers send chunks in messages. Without the messaging libraries, no peer is used, and this
+is logged once.
 
 The peer server's thread requests reads for peers, and the machine starts them after the reads that
 local loads wait for. A peer can request anything, so a read is passed to the machine only if its
@@ -91,7 +92,8 @@ class PeerPort(Protocol):
 @dataclass(frozen=True, slots=True)
 class Peers:
     """The peers' lanes. `slot_place` returns the place that the header of one of our slots must
-    name. `landing` copies within staging. Loads of fewer than `chunks_min` chunks use no peer."""
+    name. The engine `landing` copies within staging. Loads of fewer than `chunks_min` chunks use no
+    peer."""
 
     port: PeerPort
     lanes: int
@@ -254,7 +256,7 @@ def _taken(batches: deque[Sequence[_T]]) -> list[_T]:
 
 @dataclass(frozen=True, slots=True)
 class Serve:
-    """The service for peers: the `queue` of the peer server, and our `own` regions by uuid."""
+    """The service for peers: the peer server's `queue`, and our `own` regions by uuid."""
 
     queue: ServeQueue
     own: Mapping[bytes, OwnRegion]
@@ -275,7 +277,7 @@ class Serving:
         """`memory` holds the serve slots. `find_region` finds other engines' regions."""
         self._machine, self._serve, self._memory, self._clock = machine, serve, memory, clock
         self._find_region = find_region
-        #: The groups by chunk length. Any group of the right length will do.
+        #: The groups by chunk length. Any group with the right length will do.
         self._groups = {size: group for group, size in enumerate(group_bytes)}
         self._refused: list[Served] = []
 
@@ -395,8 +397,8 @@ def open_links(
 ) -> PeerLinks | None:
     """Start the threads for peers; return None without peers. `tag` is the current share tag.
     `wake` is called after chunks from peers have been copied into cache slots. Raises ConfigError
-    if this process cannot listen at `peer_listen`, or its messaging library does not support the
-    secret."""
+    if this process cannot listen at `peer_listen`, or its messaging library does not support share
+    secrets."""
     if not settings.peers and serve_port is None:
         return None
     rank, listen = common.rank, settings.peer_listen

@@ -72,7 +72,7 @@ Transfer: TypeAlias = tuple[
 #: The bytes in flight that saturate a target: 100 Gb/s × 0.6 ms. One operation is never enough.
 _SATURATING_BYTES = 8 * MIB
 #: A new local load waits for the reads that its target has already started for peers. This limit on
-#: their bytes still keeps busy a target that reads 10 GB/s with a latency of 400 µs.
+#: their bytes is still enough to saturate a target with 10 GB/s and a latency of 400 µs.
 _SERVED_BYTES = 4 * MIB
 _SATURATING_OPS_MIN = 2
 _KINDS = tuple(OpKind)  # the kinds of operations, indexed by their numbers in the native machine
@@ -96,7 +96,7 @@ class TransferLimits:
     pool_slots: int = 0  # on this rank; 0 disables the check of places
     read_bytes_in_flight_max: int = TUNING.read_bytes_in_flight_max
     write_bytes_in_flight_max: int = TUNING.write_bytes_in_flight_max
-    #: The limit on bytes being written to a target while reads of the target wait or run.
+    #: The limit on bytes being written to a target while reads from it are waiting or running.
     write_bytes_beside_reads_max: int = TUNING.write_bytes_beside_reads_max
     #: The largest share of a target's reads and bytes in flight that peers may use. The rest is for
     #: this server's own loads. One read for a peer is always allowed.
@@ -125,13 +125,14 @@ class _Ticket(NamedTuple):
     size_bytes: int
     began_s: float
     payloads: Payloads | None
-    #: uint8[n]: whether each CRC is needed, to compare it in the set or to verify a load; or None.
+    #: uint8[n]: whether each CRC is needed, to compare it in the set or to verify a load; None
+    #: without `payloads`.
     sampled: npt.NDArray[np.uint8] | None
 
 
 @dataclass(slots=True)
 class _Moved:
-    """Totals of the copies in one direction since the counters were last read."""
+    """Totals for the copies in one direction since the counters were last read."""
 
     operations: int = 0
     size_bytes: int = 0
@@ -139,7 +140,7 @@ class _Moved:
 
 
 class TransferPipeline:
-    """One rank's transfer pipeline, as the module describes it."""
+    """One rank's transfer pipeline, as described in the module's docstring."""
 
     def __init__(
         self,
@@ -174,9 +175,9 @@ class TransferPipeline:
         self._regions = Regions(self._machine, io, opener, targets) if opener else None
         self._tag = io.stamp.tag
         self._serving = self._serving_of(serve, staging) if serve else None
-        self.in_set = staging.members is not None  # a set of ranks with equal bytes
-        self._newest: tuple[int, object] = (0, None)  # the newest fence, after its number
-        self._passed = 0  # number of the newest fence known to have passed
+        self.in_set = staging.members is not None  # whether other ranks have equal bytes
+        self._newest: tuple[int, object] = (0, None)  # the newest fence, preceded by its number
+        self._passed = 0  # the number of the newest fence known to have passed
         self._open: dict[int, object] = {}  # the fences after that one, oldest first
         self._tickets: dict[int, _Ticket] = {}
         self._loaded, self._stored = _Moved(), _Moved()
@@ -367,7 +368,8 @@ class TransferPipeline:
         return self._machine.idle
 
     def read_queues(self) -> list[tuple[int, float]]:
-        """Return, by lane, the bytes ahead of a new read and their seconds (0 if unknown)."""
+        """Return, by lane, the bytes ahead of a new read and the seconds they take (0 if
+        unknown)."""
         return self._machine.read_queues()
 
     def _foreign_place(self, place: int) -> SlotPlace | None:

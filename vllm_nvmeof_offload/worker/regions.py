@@ -43,11 +43,11 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.targets.health import Verdict
 
-_OPENING_MAX = 64  # the most attaches in progress; more fail with EAGAIN
-_OPENERS = 8  # threads that open files, which also limits the opens that can hang
+_OPENING_MAX = 64  # the maximum number of attaches in progress; others fail with EAGAIN
+_OPENERS = 8  # the number of threads that open files, and so of opens that can hang
 #: Numbers for owners that only peers have named, above those that the follower assigns.
 _UNNAMED_OWNERS = range(OWNERS_MAX + 1, 1 << 15)
-_UNUSED_S = 60.0  # the time without a request after which the files of such an owner are closed
+_UNUSED_S = 60.0  # the time without a request after which such an owner's files are closed
 _AGAIN_S = 0.5  # the minimum interval between two searches for regions
 
 _T = TypeVar("_T")
@@ -63,7 +63,7 @@ class OpenRegions:
 
 
 class FoundPool(NamedTuple):
-    """A pool that no command has named: the K of its `engine-K`, and its uuid on this rank."""
+    """A pool that no command has named: the K in its `engine-K`, and its uuid on this rank."""
 
     engine_index: int
     pool_uuid: bytes
@@ -179,7 +179,7 @@ class Regions:
         owner = opened.command.owner
         self._drop_owner(owner)
         for target, region in opened.by_target.items():
-            if target in self._missed:  # lost since then, and may be another file system now
+            if target in self._missed:  # lost since then, and may be a different file system now
                 self._opener.close([region])
                 continue
             self._used[owner, target] = region
@@ -328,8 +328,8 @@ class RegionFiles:
 
     def _region(self, command: AttachCommand, target: int) -> ForeignSlab | None:
         """Open the region of the command's pool on `target`; None if it is not there. Raises
-        PoolFormatError if its superblock is damaged or has another shape, OSError if a file cannot
-        be read."""
+        PoolFormatError if its superblock is damaged or has a different shape, OSError if a file
+        cannot be read."""
         ours = self._pool.superblocks[target]
         pools = self._pool.keyspace(target)
         try:
