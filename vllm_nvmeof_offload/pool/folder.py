@@ -2,8 +2,8 @@
 """Directories and files below a target that only their owner can have written.
 
 A user who owns a target, or may rename entries in it, can replace our files and directories at any
-time, even with links and pipes. Checksums do not prove who wrote the bytes. So every file is opened
-by `open_private`, which checks the owner and never waits. A running server opens files through a
+time, even by links or pipes. Checksums do not prove who wrote the bytes. So every file is opened by
+`open_private`, which checks the owner and never waits. A running server opens files through a
 `Folder`: the descriptor of a directory that was found and checked once, whatever its path leads to
 later. Paths are resolved only at a start, by a prober (`targets.prober`), and by the follower at
 each discovery, because the follower must not prevent an unmount.
@@ -33,13 +33,13 @@ class Folder:
 
     @classmethod
     def nowhere(cls, path: Path) -> Folder:
-        """Return a folder that is empty until `renew`."""
+        """Return a folder that is empty until `renew` is called."""
         return cls(os.open("/dev/null", os.O_PATH | os.O_CLOEXEC), path)
 
     @classmethod
     def open(cls, path: Path, place: Path | None = None) -> Folder:
         """Open the directory `path`, or `place`, which leads to it through another folder. Raises
-        OSError if it is not a directory, belongs to another user, or others can write it."""
+        OSError if it is not a directory, belongs to another user, or is writable by others."""
         folder = cls(os.open(place or path, _DIRECTORY), path)
         _check(folder.fd, os.fstat(folder.fd), path, None)
         return folder

@@ -27,7 +27,7 @@ reader relies on it. All chunks of a group have the same length, which the super
 The header's CRC covers the whole page, so any damaged bit is detected. Bytes after the payload are
 not written and have no CRC; an empty payload has the CRC of no bytes. The native engine shares the
 format. A change needs a line in the changelog and, unless earlier releases read the result
-correctly, a new `FORMAT_VERSION`, which is a fact of every keyspace.
+correctly, a new `FORMAT_VERSION`, which is one of every keyspace's facts.
 
 The table has one 64-byte entry per slot, little endian; an entry that was never written is zero::
 
@@ -110,12 +110,12 @@ SESSIONS_TEMPORARY = "sessions.new"
 LOCK_FILE = "lock"
 LEASE_FILE = "lease"
 
-FORMAT_VERSION = 2  # the format's version, which is a fact of every keyspace
+FORMAT_VERSION = 2  # the format's version, which is one of every keyspace's facts
 KEY_BYTES_MAX = 46
 FLAG_SINGLE_COPY = 8
 EPOCH_MAX = (1 << 32) - 1
 UUID_BYTES = 16
-LEASED = 2  # the value of `Superblock.shared` for a region that the hosts of a group use
+LEASED = 2  # the value of `Superblock.shared` for a region that a group's hosts use
 
 _CRC = struct.Struct("<I")  # also for any other u32
 _PAGE_CRC_AT = PAGE_BYTES - _CRC.size

@@ -69,7 +69,7 @@ class Keeper:
         self._page: LeasePage | None = None  # the newest page with our name, read or written
         #: The start of the last renewal that found our name and ended before it was late.
         self._renewed_ns = permit.until_ns - self._permit_ns
-        self._watched_ns = 0  # when this late keeper first found our name, and no other since
+        self._watched_ns = 0  # when this late keeper first found our name, and no other name since
         self._opens_ns = 0  # renewals that started before this time open no permit
 
     def renew(self, io: PageIo, epoch: int) -> None:

@@ -15,8 +15,8 @@ The page, 4 KiB, little endian, in the file `lease` of a rank directory::
     44  u32 1 if a group of hosts uses it  4092 u32 CRC-32C of bytes 0..4091
     48  u32 epoch of the region, for display
 
-The owner's *keeper* (`keeper`) renews the page: every 5 s if only this host writes the file system,
-and every 3.3 s if a *group* of servers on several hosts does.
+The owner's *keeper* (`keeper`) renews the page: every 5 s if only this host writes to the file
+system, and every 3.3 s if a *group* of servers on several hosts does.
 
 A claim locks the directory (`DirectoryLock`) and checks the page (`takeover`). A region can be
 taken if no process has claimed it, if its last owner released it, or if the page has not changed
@@ -182,12 +182,12 @@ _BEATS_PER_TAKEOVER = 6  # renewals within `TAKEOVER_S` without a group
 
 
 def boot_ns() -> int:
-    """Return the time by the clock of permits, which includes suspend; the core reads it too."""
+    """Return the time by the permits' clock, which includes suspend; the core reads it too."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def boot_id() -> bytes:
-    """Return 16 bytes that identify the running kernel; containers of one machine share them. Host
+    """Return 16 bytes that identify the running kernel; containers on one machine share them. Host
     names prove nothing, because two machines may have the same one."""
     try:
         return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
@@ -203,7 +203,7 @@ def _text(value: str, size: int = _NAME_BYTES) -> bytes:
 @dataclass(frozen=True, slots=True)
 class Leasing:
     """The terms of a server's leases. `name` is the server's, the same at each start. `in_group`
-    states whether servers on other hosts write the same file system."""
+    states whether servers on other hosts write to the same file system."""
 
     name: str = field(default_factory=socket.gethostname)
     takeover_s: float = TAKEOVER_S
@@ -442,8 +442,8 @@ class Permits:
 class Lease:
     """A claim to a region. It becomes the region's lease when `is_ours` is true. `page` is the page
     that the claim wrote; `has_epoch` sets its epoch. `previous` is the page that the claim found,
-    which names the last owner, or None. `path` is the page's path, and `number` is that of its
-    permit."""
+    which names the last owner, or None. `path` is the page's path, and `number` is its permit's
+    number."""
 
     io: PageIo
     leasing: Leasing
@@ -522,7 +522,7 @@ class Lease:
 
     @property
     def was_of_another(self) -> bool:
-        """Whether another server of the group had the region; if so, nothing is adopted."""
+        """Whether the region belonged to another server in the group; if so, nothing is adopted."""
         previous = self.previous if self.leasing.in_group else None
         return previous is not None and previous.name != self.page.name
 

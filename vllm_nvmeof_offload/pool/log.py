@@ -128,7 +128,7 @@ def next_sequence(fd: int, pages: int) -> int:
 
 
 def log_pages_of(pool_bytes: int) -> int:
-    """Return how many pages the log has if the pool has this size on one target."""
+    """Return the number of pages in the log of a pool with this size on one target."""
     pages = min(int(pool_bytes * LOG_PART) // PAGE_BYTES, LOG_PAGES_MAX)
     return pages if pages >= LOG_PAGES_MIN else 0
 
@@ -139,7 +139,8 @@ def with_log(slots_bytes: int) -> int:
 
 
 class LogFile(NamedTuple):
-    """A log to write from page `next` on. `pages` is 0 without one; `fd` is -1 on a lost target."""
+    """A log to write from page `next` on. `pages` is 0 if there is no log; `fd` is -1 on a lost
+    target."""
 
     fd: int
     pages: int

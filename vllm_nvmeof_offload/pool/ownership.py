@@ -4,8 +4,8 @@
 `engine-K` is an *instance*, which the ranks of one vLLM engine share. Each rank claims its own
 directory in its own process. Without coordination, two servers that start together could each get
 some rank directories of two instances, and adopt nothing. So ranks claim one at a time, and their
-leases name their engine. A rank tries the next instance if an instance has a live rank of another
-engine. The name of a dead engine is ignored.
+leases name their engine. If an instance has a live rank of another engine, a rank tries the next
+instance. The name of a dead engine is ignored.
 
 An flock ends with the last thread of its process, and a thread that waits in the kernel for a slow
 device outlives SIGKILL until the device answers. A supervisor may start the next server at once.
@@ -61,7 +61,7 @@ from vllm_nvmeof_offload.pool.takeover import POLL_S, Takeover, UnsettledError
 from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 INSTANCES_MAX = 64  # the maximum number of instances of one keyspace on one set of targets
-LOCAL = Leasing(in_group=False)  # the leasing for a file system that only this host writes
+LOCAL = Leasing(in_group=False)  # the leasing for a file system to which only this host writes
 CLAIM_WAIT_S_MAX = 30.0  # for another claim, whose device may never answer
 
 
@@ -168,7 +168,7 @@ class Claim:
 
     @property
     def was_of_another(self) -> bool:
-        """Whether another server of the group was the last owner of one of the regions."""
+        """Whether another server in the group was the last owner of one of the regions."""
         return any(region.lease.was_of_another for region in self.regions)
 
     @classmethod
@@ -249,7 +249,7 @@ def _first_free(
 
 def busy_error(busy: Path) -> PoolLockedError:
     """Return the error for a region that a live process holds. `busy` is its lock file or lease.
-    The lease's age is shown only if this host's clock set its time."""
+    The lease's age is shown only if its time was set by this host's clock."""
     io = lease_of(busy.parent)
     page = read_lease(io)
     age = ""

@@ -2,8 +2,8 @@
 """One rank's pool: its slabs and tables on all targets, claimed, preallocated and adopted.
 
 Pool slot p is slot `p // target_count` of the region on target `p % target_count`. On disk, a slot
-has only its number within the region. All targets have the same number of slots, which the fullest
-target limits.
+has only its number within the region. All targets have the same number of slots, as many as fit on
+the fullest target.
 
 A reset must become durable on the targets that answer even if another target hangs, so superblocks
 are written in the background, one per directory at a time. While a write hangs, only the newest
@@ -50,7 +50,7 @@ __all__ = ["Background", "Pool", "PoolSpec"]
 
 class Background:
     """A fixed number of threads for calls that may block forever, such as on a lost target's files.
-    Calls of one lane run in order, one at a time, so a hung lane occupies only one thread. A call
+    Calls in one lane run in order, one at a time, so a hung lane occupies only one thread. A call
     waits until a thread is free; the caller bounds the number of waiting calls. All threads start
     with the object, so a limit on threads can make a start fail, but not a running server."""
 
@@ -105,7 +105,7 @@ class Background:
 
 
 #: The threads per target: one each for its superblock, its log, its sessions and closing files, and
-#: one more in case a superblock write of the last attachment hangs.
+#: one more in case a superblock write from the last attachment hangs.
 _BACKGROUND_THREADS = 5
 _SESSIONS_BYTES_MAX = 1 << 28  # a longer sessions file is ignored
 Replace = Callable[[Path], None]  # replaces a file in this directory; can raise OSError
@@ -116,7 +116,7 @@ OnEnd = Callable[[Outcome], None]
 @dataclass(eq=False)
 class _FileWriter:
     """A writer that replaces one directory's superblock or sessions. `busy` states whether a thread
-    is writing or hangs; `changed` is notified when this ends."""
+    is writing or hung; `changed` is notified when this ends."""
 
     folder: Folder | None  # None if the target is lost; nothing is written then
     changed: threading.Condition
@@ -325,7 +325,7 @@ class Pool:
 
         def on_end(outcome: Outcome) -> None:
             failed = outcome not in (OK, CANCELLED)
-            if failed and not self._sessions_failed:  # or a full disk would log every second
+            if failed and not self._sessions_failed:  # or a full disk would be logged every second
                 logger.warning("sessions are not saved, and will end with the server: %s", outcome)
             self._sessions_failed = failed
 
@@ -369,7 +369,7 @@ class Pool:
         """Serve `target` from another slab, or not at all if `slab` is None. Return a function that
         closes the old files. Call it after their last use, on a thread that nothing waits for."""
         slab = slab or Slab(self.directories[target], (-1, -1, -1, -1))
-        # A thread that hangs in the old files is abandoned. The superblock that waits for it is
+        # A thread that hangs on the old files is abandoned. The superblock that waits for it is
         # cancelled, because the prober updates the new files.
         self._writers[target].withdraw()
         old_slab, self._slabs[target] = self._slabs[target], slab

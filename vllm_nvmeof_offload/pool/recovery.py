@@ -64,7 +64,8 @@ _READ_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The intact entries of one target, as columns. All `keys` have one length and are opaque."""
+    """The intact entries of one target, as columns. All `keys` have the same length and are
+    opaque."""
 
     places: npt.NDArray[np.int64]
     generations: npt.NDArray[np.uint64]
@@ -254,7 +255,7 @@ def written_slots(
             return indices
         first = max(start // slot_bytes, bounds[-1] if bounds else 0)
         bounds += [first, max(first, -(-position // slot_bytes))]
-    # Inside a data segment, an odd number of bounds is at or below the index.
+    # For an index inside a data segment, an odd number of bounds are at or below it.
     below = np.searchsorted(np.array(bounds, np.int64), indices, side="right")
     kept: npt.NDArray[np.int64] = indices[below % 2 == 1]
     return kept
@@ -274,7 +275,7 @@ def prepare(
     """Wipe directories of other pools, reserve space, and write the superblocks.
 
     Return, by target, the superblock that is on disk, and the number of slots that may hold an
-    earlier process's chunks; then the stamp of later writes. Raises PoolError if there is no space
+    earlier process's chunks; then the stamp for later writes. Raises PoolError if there is no space
     for one slot, a pool has an unknown format, or a lease was lost, and OSError if a file cannot be
     read, written or resized.
     """
@@ -335,7 +336,7 @@ def _superblock(spec: PoolSpec, target: int, pool_uuid: bytes, slots: int) -> Su
 
 
 def _keep_or_wipe(spec: PoolSpec, slabs: Sequence[Slab]) -> list[Superblock | None]:
-    """Wipe every directory with a superblock of another pool, and return the others' superblocks.
+    """Wipe every directory with another pool's superblock, and return the others' superblocks.
 
     The number of slots may differ if the pool was resized: slots within both sizes stay in place.
     Set sizes may differ if ranks shared copies only in the earlier run or only in this one, and the

@@ -85,8 +85,8 @@ class Slab:
             os.ftruncate(fd, 0)
 
     def allocate_log(self, pages: int) -> int:
-        """Reserve space for a log. Return its pages, or 0 if there is no space. A log of a
-        different size is emptied, because readers would not find its pages."""
+        """Reserve space for a log. Return its number of pages, or 0 if there is no space. A log of
+        a different size is emptied, because readers would not find its pages."""
         size = pages * PAGE_BYTES
         if os.fstat(self.log_fd).st_size != size:
             os.ftruncate(self.log_fd, 0)
