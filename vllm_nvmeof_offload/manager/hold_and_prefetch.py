@@ -109,8 +109,7 @@ class _Want:
 
 
 class ReloadScheduler:
-    """The scheduler that the module's docstring describes. A share of 0 disables the part that it
-    limits."""
+    """The scheduler that this module describes. A share of 0 disables the part that it limits."""
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ class ReloadScheduler:
     def looked_up(self, request_id: str, local_chunks: int) -> None:
         """Record that vLLM's look-up found the request's first `local_chunks` chunks in GPU memory.
         If any skipped chunk is not among these, re-examine all chunks from the first skipped one
-        onward."""
+        on."""
         want = self._wants.get(request_id)
         if want is None or want.skipped is None or local_chunks > want.skipped_last:
             return

@@ -79,8 +79,7 @@ class Decision:
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """The decision on a hit after `local` tokens in GPU memory: `tokens` are loaded, and `declined`
-    were found but are not loaded. `helpers` is as in `LoadCommand`, other fields as in
-    `Decision`."""
+    are found but not loaded. `helpers` is as in `LoadCommand`, other fields as in `Decision`."""
 
     local: int
     tokens: int

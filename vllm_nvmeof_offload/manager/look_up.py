@@ -38,8 +38,7 @@ class Queue:
     `keys_of` returns a request's keys so far, by group position and in prefix order, or None if the
     request is unknown. `ends_of` returns, for keys that a request's look-up asked for, the tokens
     up to each chunk's end. `is_cached` returns whether the request's chunk with this key is in GPU
-    memory, and False for windows and states. `by_priority` states whether vLLM orders the queue by
-    priority.
+    memory, and False for windows and states. With `by_priority`, vLLM orders the queue by priority.
     """
 
     keys_of: Callable[[str], Sequence[Sequence[bytes]] | None]

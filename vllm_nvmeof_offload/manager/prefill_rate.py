@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 #: A request with at most this many tokens in a step is decoding; speculative decoding uses more
-#: than 1. A step counts towards the prefill rate if it computes at least this many prompt tokens
-#: per decode, and four times as many in total; otherwise decodes or the step's fixed cost dominate
-#: its time.
+#: than 1. A step counts towards the prefill rate if it has at least this many prompt tokens per
+#: decode and four times as many in total; otherwise decodes or the step's fixed cost dominate its
+#: time.
 _DECODE_TOKENS_MAX = 16
 _KEPT = 0.8  # the factor by which the weight of older samples decays with each new sample
 #: The minimum standard deviation of depths at which a slope is fitted, as a share of the largest
