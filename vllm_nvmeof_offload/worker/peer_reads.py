@@ -3,9 +3,8 @@
 server through which this rank reads for peers.
 
 The native machine decides which chunks a peer reads; the sessions carry the requests and the
-chunks. Nothing waits for a peer, and all peers are optional. Unless both NIXL and RDMA are
-available, peers send chunks in messages. Without the messaging libraries, no peer is used, and this
-is logged once.
+chunks. Nothing waits for a peer, and all peers are optional. Without RDMA through NIXL, peers send
+chunks in messages. Without the messaging libraries, no peer is used, and this is logged once.
 
 The peer server's thread requests reads for peers, and the machine starts them after the reads that
 local loads wait for. A peer can request anything, so a read is passed to the machine only if its
@@ -92,8 +91,7 @@ class PeerPort(Protocol):
 @dataclass(frozen=True, slots=True)
 class Peers:
     """The peers' lanes. `slot_place` returns the place that the header of one of our slots must
-    name. The engine `landing` copies within staging. Loads of fewer than `chunks_min` chunks use no
-    peer."""
+    name. `landing` copies within staging. Loads of fewer than `chunks_min` chunks use no peer."""
 
     port: PeerPort
     lanes: int
