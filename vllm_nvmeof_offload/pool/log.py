@@ -139,7 +139,7 @@ def with_log(slots_bytes: int) -> int:
 
 
 class LogFile(NamedTuple):
-    """A log to write from page `next` on. `pages` is 0 if there is no log; `fd` is -1 on a lost
+    """A log to write from page `next` on. `pages` is 0 if there is none; `fd` is -1 on a lost
     target."""
 
     fd: int

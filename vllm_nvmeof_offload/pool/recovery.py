@@ -64,7 +64,7 @@ _READ_BYTES = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The intact entries of one target, as columns. All `keys` have the same length and are
+    """The intact entries of one target, as columns. All `keys` have equal lengths and are
     opaque."""
 
     places: npt.NDArray[np.int64]
