@@ -17,7 +17,7 @@ from vllm_nvmeof_offload.errors import Outcome
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import SlotIdentity
 
-#: The intervals at which both sides send a beat, while a read is open and otherwise.
+#: The intervals at which both sides send a beat: while a read is open, and at other times.
 BEAT_OPEN_S = 0.05
 BEAT_IDLE_S = 1.0
 #: If a peer has sent nothing for this long, its open reads are retried elsewhere, and nothing
@@ -106,7 +106,7 @@ NO_PEER = PeerState(False, 0, 0.0, 0)
 
 class Served(NamedTuple):
     """The end of a helper's read, after which the storage no longer touches its serve slot.
-    `outcome` is None if the helper has not opened the region of the place."""
+    `outcome` is None if the helper has not opened the place's region."""
 
     token: int
     outcome: Outcome | None

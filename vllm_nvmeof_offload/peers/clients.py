@@ -8,8 +8,8 @@ released later.
 
 Nothing waits for a peer. If a peer sends nothing for half a second, its reads end, and nothing more
 is requested from it until it sends something. A session ends if the peer errs, stays silent, holds
-a zombie for a second, or loses its connection; the peer is then soon greeted again. The machine
-gives no reads to a peer that is lost repeatedly (peer_judge.h).
+a zombie for a second, or loses its connection; the peer is greeted again soon afterwards. The
+machine gives no reads to a peer that is lost repeatedly (peer_judge.h).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class ClientCounts:
     failed: collections.Counter[str] = field(default_factory=collections.Counter)
     malformed: int = 0
     lost: int = 0  # sessions
-    other_secret: int = 0  # connections with peers that have another share secret
+    other_secret: int = 0  # connections with peers that have a different share secret
 
 
 class _SessionLostError(Exception):
@@ -119,7 +119,8 @@ class _SessionLostError(Exception):
 
 
 class _OtherSecretError(_SessionLostError):
-    """The end of a connection before a session, as when share secrets differ or are missing."""
+    """The end of a connection before a session, for example if share secrets differ or are
+    missing."""
 
 
 class _Session:
@@ -235,7 +236,7 @@ class PeerClients(SessionThread):
             collections.deque()
         )
         self._ends: collections.deque[PeerEnd] = collections.deque()
-        #: Agents of lost sessions, not freed yet, and the reads whose buffers they may still write.
+        #: Unfreed agents of lost sessions, and the reads whose buffers they may still write to.
         self._leaving: list[tuple[NixlTransport, list[_Reading]]] = []
         self._heard = Waker()
         self._thread.start()

@@ -82,7 +82,7 @@ SESSIONS_MAX = 64
 CONNECTIONS_MAX = 2 * SESSIONS_MAX
 _DONE_MORE_S = 1.0  # a slot stays lent, or a copy in flight, this long after the deadline
 _MOVING_S = 0.01  # without an event for this long, the thread sleeps even while slots are lent
-#: Maximum messages queued per connection and direction; to a peer, one more per serve slot.
+#: The limit on messages queued per connection and direction; to a peer, one more per serve slot.
 _WAITING_MAX = 64
 #: A connection without an answer for this long is closed, and its queued messages are dropped.
 _PING_MS, _PONG_MS = 1000, 3000
@@ -140,8 +140,8 @@ class ServerCounts:
     failed: int = 0
     malformed: int = 0
     busy: int = 0
-    lost: int = 0  # sessions of peers that became silent
-    other_secret: int = 0  # connections of peers with another share secret
+    lost: int = 0  # sessions with peers that became silent
+    other_secret: int = 0  # connections from peers with a different share secret
 
 
 class _Door:

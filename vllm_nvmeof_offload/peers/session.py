@@ -262,7 +262,7 @@ def failed_read(token: int, outcome: Outcome | None) -> FailedRead:
 
 
 def outcome_of_failed(one: FailedRead) -> Outcome:
-    """Return the outcome of a read that a helper failed, which says nothing about our targets."""
+    """Return the outcome of a read that failed on a helper; it says nothing about our targets."""
     return _OUTCOMES.get(one.reason) or io_error(one.errno)
 
 
@@ -272,13 +272,13 @@ _TURN_S = 0.05  # a listening thread's turn takes less than this, unless the thr
 _WINDOW_S = 0.02  # the minimum length of the windows in which transfers are measured
 _NEW_SHARE = 0.3
 _RECENT_S = 5.0
-FRAMES_MAX = 256  # received before anything else is done
+FRAMES_MAX = 256  # received in a row before anything else is done
 _MOVING_TICK_S = 0.0001
 
 
 class BackOff:
     """The time to greet a peer again: soon after a session or attempt that lasted more than two
-    seconds; otherwise after a wait of twice the last one, at most two seconds."""
+    seconds; otherwise after a wait twice as long as the last one, at most two seconds."""
 
     def __init__(self) -> None:
         self._until_s = 0.0

@@ -180,7 +180,7 @@ def _checked(call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
     """Call NIXL. Replace any error with a TransportError that does not refer to the error."""
     try:
         return call(*arguments, **more)
-    except Exception as error:  # noqa: BLE001 - NIXL has one class for each of its errors
+    except Exception as error:  # noqa: BLE001 - NIXL has a separate class for each error
         text = f"{type(error).__name__}: {error}"[:200]
     raise TransportError(text)
 
