@@ -140,7 +140,7 @@ class CopyEngine(Protocol):
         """Wait for all tickets in flight, and free all resources."""
 
 
-#: The most parts per launch; native/copies/cuda.h has the same bound on copies per call.
+#: The limit on parts per launch; native/copies/cuda.h has the same bound on copies per call.
 DESCRIPTORS_MAX = 4096
 
 _Words = npt.NDArray[np.uint64]

@@ -169,14 +169,14 @@ def missing_cells(cells: Iterable[Cell], size: int) -> int:
 
 pause = time.sleep
 
-#: The most GPU memory that a measurement uses, and the most staging that it overwrites.
+#: The maximum GPU memory that a measurement uses, and the maximum staging that it overwrites.
 CALIBRATION_BYTES_MAX = 64 * MIB
-#: The least registered memory with which a table is measured.
+#: The minimum registered memory needed to measure a table.
 _BYTES_MIN = 4 * MIB
 _ROUNDS = 3
-#: The time limits of a measurement at a server's start, and at a user's request.
+#: The time limits for a measurement at a server's start, and at a user's request.
 _BUDGET_S, _BUDGET_WHEN_ASKED_S = 1.5, 60.0
-#: Long enough for sixteen ranks that measure one after another.
+#: Long enough for sixteen ranks to measure one after another.
 _LOCK_WAIT_S_MAX = 60.0
 _LOCK_POLL_S = 0.05
 _LOCK = "vllm-nvmeof-calibration.lock"
@@ -360,7 +360,7 @@ def _path(cuda: Cuda) -> Path:
 
 @contextlib.contextmanager
 def _alone_on_this_host(wait_s: float) -> Iterator[bool]:
-    """Yield True if this process may measure, False if others still measure after `wait_s`."""
+    """Yield whether this process may measure: False if others still are after `wait_s`."""
     try:
         handle = _open_lock(Path(tempfile.gettempdir()) / _LOCK)
     except OSError:
@@ -470,7 +470,7 @@ def _copiers(cuda: Cuda, backend: str, scratch: tuple[int, int], fallbacks: list
                 raise
             fallbacks.append(f"copies: DMA only, even for small fragments ({error})")
             backend = Backend.DMA.value
-    if kernel is None or backend != _AUTO:  # only one way is used
+    if kernel is None or backend != _AUTO:  # only one method is used
         only = Backend(backend)
         return Copiers(dma, kernel, lambda direction, pieces: only)
     cells = kept_or_measured(cuda, dma, kernel, scratch)

@@ -52,12 +52,12 @@ from vllm_nvmeof_offload.units import KIB, MIB
 
 _THREADS = 512
 _LANES = 32
-#: The most bytes that one warp copies; a multiple of 16 preserves alignment.
+#: The maximum number of bytes that one warp copies; a multiple of 16 preserves alignment.
 PART_BYTES_MAX = 16 * KIB
-#: The most bytes per launch. The model cannot use a launch's multiprocessors until the launch ends:
-#: 8 MiB take 0.15 ms at 55 GB/s.
+#: The limit on bytes per launch. The model cannot use a launch's multiprocessors until the launch
+#: ends: 8 MiB take 0.15 ms at 55 GB/s.
 LAUNCH_BYTES_MAX = 8 * MIB
-#: The most thread blocks per launch; `bench copy --parts sweep` measures other numbers.
+#: The limit on thread blocks per launch; `bench copy --parts sweep` measures other numbers.
 BLOCKS_MAX = 8
 _TABLES = 16
 _ROW_BYTES = 3 * 8
@@ -81,7 +81,7 @@ class DmaCopier:
         overlap: bool = False,
         end: End = NO_END,
     ) -> None:
-        """Submit pieces, as returned by `coalesce`, to `stream`, and then their end.
+        """Submit pieces, as returned by `coalesce`, to `stream`, and then mark their end.
 
         `overlap` sets CUDA 13.1's hint that copies should overlap with compute; it is ignored if
         the driver has no batch call.
@@ -136,8 +136,8 @@ class KernelCopier:
         used: list[Table],
         end: End = NO_END,
     ) -> bool:
-        """Submit pieces to `stream`, and then their end. Do nothing and return False if too few
-        tables are idle.
+        """Submit pieces to `stream`, and then mark their end. Do nothing and return False if too
+        few tables are idle.
 
         Append the tables to `used` before the kernel reads them, even if an error follows. The
         caller gives them back when the stream has passed this point.

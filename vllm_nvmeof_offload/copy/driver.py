@@ -2,7 +2,7 @@
 """A thin layer over cuda-python: the NVIDIA driver calls that this package needs, on one GPU.
 
 Streams, events, kernels, addresses and sizes are plain integers. Native code (native/copies/cuda.h)
-makes the calls of every copy, with one release of the interpreter lock per batch. All other calls
+makes the calls for every copy, with one release of the interpreter lock per batch. All other calls
 use cuda-python, which releases the lock in each. NVRTC compiles the kernels once per GPU
 architecture, without nvcc or a GPU, and the machine code is stored in the user's cache.
 
@@ -41,7 +41,7 @@ _ATTRIBUTE_HOST_NUMA_ID = 134
 _ATTRIBUTE_CAPABILITY = (75, 76)
 #: The first driver version with the batch call, in the form that reports the failing copy.
 _BATCH = "cuMemcpyBatchAsync", 12080
-#: The other functions that native code calls, in the order of `CudaFunctions`, and their version.
+#: The other functions that native code calls, in the order of `CudaFunctions`, with their version.
 _CALLED = (
     *("cuMemcpyAsync", "cuLaunchKernel", "cuEventRecord", "cuEventQuery", "cuEventSynchronize"),
     *("cuCtxSetCurrent", "cuThreadExchangeStreamCaptureMode"),
@@ -145,7 +145,7 @@ class Cuda:
     def enter_own_thread(self) -> None:
         """Make the context current on a thread that runs no part of the model.
 
-        vLLM captures CUDA graphs in a mode in which calls of other threads, such as registering
+        vLLM captures CUDA graphs in a mode in which calls from other threads, such as registering
         memory or querying an event, fail and invalidate the capture (vllm#46933), unless the thread
         declares that its calls are unrelated to any capture.
         """
@@ -208,7 +208,7 @@ class Cuda:
         overlap: bool = False,
         end: End = NO_END,
     ) -> None:
-        """Submit all copies, in few calls if the driver has the batch call, and then their end.
+        """Submit all copies, in few calls if the driver has the batch call, and mark their end.
 
         `tables` holds the addresses of three uint64[count] arrays, which are read before this
         returns: destinations, sources and sizes in bytes.
@@ -378,7 +378,7 @@ def _read_own(path: Path) -> bytes:
 
 
 def cache_directory() -> Path:
-    """Return the directory of compiled kernels and measured tables."""
+    """Return the directory for compiled kernels and measured tables."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the XDG specification ignores relative values
         base = os.path.join(os.path.expanduser("~"), ".cache")

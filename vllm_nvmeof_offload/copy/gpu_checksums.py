@@ -29,9 +29,10 @@ KERNEL_NAME = "crc_blocks"
 #: The bytes that a warp reads at once. The size of a piece must be a multiple of this.
 STRIPE_BYTES = 512
 _ALIGNMENT = 16
-#: The most bytes that one warp processes, a multiple of a stripe.
+#: The maximum number of bytes that one warp processes, a multiple of a stripe.
 PART_BYTES_MAX = 64 * KIB
-#: The most parts of all transfers in progress: 9 MiB of pinned memory, enough for 4 GiB of pieces.
+#: The limit on parts in all transfers in progress: 9 MiB of pinned memory, enough for 4 GiB of
+#: pieces.
 _PARTS_MAX = 64 << 10
 _LANES = 32
 _ROW_BYTES = 2 * 8
@@ -163,7 +164,7 @@ class _Ring:
 @dataclass(frozen=True, slots=True, eq=False)
 class Checksums:
     """The checksums of one transfer, from `GpuChecksums.prepare` to `give_back`. `sizes`
-    (uint64[n]) is the bytes of each part in `run`; `chunks` and `counts` are those of `Parts`."""
+    (uint64[n]) gives the bytes per part in `run`; `chunks` and `counts` are those of `Parts`."""
 
     run: _Run
     sizes: _Rows
@@ -173,9 +174,9 @@ class Checksums:
 
 
 class GpuChecksums:
-    """Computes the checksums of payloads in GPU memory. `parts_max` is the most parts of all
-    transfers in progress; a payload that would exceed it gets no checksum. Raises: CudaError: no
-    pinned memory is available."""
+    """Computes the checksums of payloads in GPU memory. `parts_max` is the maximum number of parts
+    in all transfers in progress; a payload that would exceed it gets no checksum. Raises:
+    CudaError: no pinned memory is available."""
 
     def __init__(
         self, cuda: Cuda, kernel: int, launch: Launch | None = None, parts_max: int = _PARTS_MAX
@@ -214,7 +215,7 @@ class GpuChecksums:
         self._cuda.free_host(self._memory)
 
     def launch(self, checksums: Checksums, stream: int) -> None:
-        """Launch the checksums on `stream`. After a CudaError some launches can be running."""
+        """Launch the checksums on `stream`. After a CudaError, some may be running."""
         blocks_max, threads, bytes_max, _ = self._launch
         launches: list[tuple[int, ...]] = []
         for first, count in spans(checksums.sizes, bytes_max):

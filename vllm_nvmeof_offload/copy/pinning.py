@@ -2,7 +2,7 @@
 """Registers staging with CUDA piece by piece, while slots in registered pieces are already in use.
 
 Pieces end at slot boundaries, so no slot spans two registrations. While a call pins memory, the
-driver blocks all other threads of the process, including the model's: with 94 GB in pieces of 1 GB,
+driver blocks all other threads of the process, including the model's: with 94 GB in 1 GB pieces,
 stalls of 2.0 s were measured (vllm#51414). Pieces are therefore small, with pauses in which other
 threads can take the driver's lock. The constructor registers the first piece, so that a start fails
 on a machine where registration is impossible; a thread registers the others after `start`. Each
