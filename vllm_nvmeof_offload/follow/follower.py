@@ -50,8 +50,8 @@ from vllm_nvmeof_offload.pool.takeover import Takeover
 
 #: The delay before a killed follower is replaced.
 _RESTART_S = 5.0
-#: The interval between scans, in milliseconds. Polls of ten idle regions take 0.34 % of a core. A
-#: follower with slower polls waits longer, so that polls take at most 2 %.
+#: The interval between scans, in milliseconds. Polling ten idle regions takes 0.34 % of a core. A
+#: follower whose polls are slower waits longer, so that polling takes at most 2 %.
 FOLLOW_MS = 100.0
 #: Followed regions use at most 1/32 of the memory: a quarter with eight engines per host.
 _MEMORY_PART = 32
@@ -65,7 +65,7 @@ EXAMINED = 20
 #: With several ranks, an entry is offered only after this time, because the other ranks may still
 #: be writing their parts.
 YOUNG_S = 0.05
-#: Errors of a region that was removed or is not ours to read. After other errors its rows stay.
+#: Errors that mean a region was removed or is not ours to read. After other errors its rows stay.
 _GONE = frozenset(
     {errno.ENOENT, errno.ESTALE, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.ELOOP}
 )
@@ -125,7 +125,7 @@ class Source:
         self._pages = superblock.log_pages
         self._is_direct = superblock.is_leased  # only leased regions are written by several hosts
         self._table_fd = self._log_fd = -1
-        self._scanned_s, self._scanned_ns = float("-inf"), 0  # when, and the table's time then
+        self._scanned_s, self._scanned_ns = float("-inf"), 0  # when, and the table file's time then
         self._is_found = False  # whether the log's end is known
         self._rescan_s = float("-inf")
 
@@ -451,7 +451,7 @@ def _shape_of(superblock: Superblock) -> tuple[object, ...]:
 
 def _stamp_of(path: Path, reopen: bool = False) -> tuple[int, int]:
     """Return a value that changes when a file is written or replaced. Raises OSError. `reopen`
-    opens the file, so that a network file system asks its server instead of this host's cache."""
+    opens the file, so that a network file system asks its server, not this host's cache."""
     if reopen:
         fd = open_private(path, os.O_RDONLY)
         try:

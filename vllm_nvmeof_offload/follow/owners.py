@@ -24,7 +24,7 @@ from vllm_nvmeof_offload.units import format_bytes
 ROWS_MIN = 1 << 16
 #: The highest owner number for which the table has room. Numbers start at 1.
 OWNERS_MAX = 8191
-#: The most slots of all owners together, which the table can address even while it grows.
+#: The maximum number of slots in all owners' pools, which the table can address even as it grows.
 SLOTS_MAX = 1 << 28
 #: The memory per followed slot: 25 bytes in the follower, and up to 96 in the table. After growing,
 #: the table is three eighths full, and the old table, half as large, is kept for look-ups in
@@ -45,9 +45,9 @@ class RegionName(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """The rows that a region should have in the foreign table: the entries of `epoch` of the owner
-    numbered `owner`, and only those written since `version`, unless that is the table's
-    `version_of_all`."""
+    """The rows that a region should have in the foreign table: the entries that owner number
+    `owner` wrote in `epoch`. Unless `version` is the table's `version_of_all`, only entries written
+    since `version` count."""
 
     owner: int
     epoch: int
@@ -106,7 +106,7 @@ class Owners:
         self._clock = clock
         self._lock = threading.Lock()
         self._version = table.version_asked
-        #: Incremented whenever an answer of `wanted` can change.
+        #: Incremented whenever an answer from `wanted` can change.
         self.changes = 0
         self._engines: dict[int, _Engine] = {}
         self._numbers: dict[tuple[int, tuple[bytes, ...]], int] = {}
