@@ -21,9 +21,9 @@ _IDLE_FROM = 3
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU. `numa_node` is None if it is unknown, or with only one node. `uuid` is 32 hex digits.
-    `pcie` has the maxima that both GPU and slot support. With `is_idle` the link may be slow to
-    save power. `driver` is the NVIDIA driver's version, such as 580.95.05."""
+    """A GPU. `numa_node` is None if it is unknown or there is only one node. `uuid` is 32 hex
+    digits. `pcie` has the maxima that both GPU and slot support. With `is_idle` the link may be
+    slow to save power. `driver` is the NVIDIA driver's version, such as 580.95.05."""
 
     index: int
     numa_node: int | None
@@ -40,7 +40,7 @@ def read_gpus(sysfs: str = "/sys") -> tuple[Gpu, ...]:
         nvml = importlib.import_module("pynvml")
     except ImportError:
         return ()
-    with contextlib.suppress(nvml.NVMLError):  # no driver, or another version
+    with contextlib.suppress(nvml.NVMLError):  # no driver, or a different version
         nvml.nvmlInit()
         try:
             return tuple(_gpu(nvml, index, sysfs) for index in range(nvml.nvmlDeviceGetCount()))

@@ -149,7 +149,7 @@ class Path:
 
 @dataclass(frozen=True, slots=True)
 class Subsystem:
-    """An NVMe subsystem. `controllers` are all those of this host, even without a path now.
+    """An NVMe subsystem. `controllers` are all of this host's, even those without a path now.
     `iopolicy` is numa, round-robin or queue-depth; None without native multipath."""
 
     name: str | None
@@ -386,7 +386,7 @@ _TIMEOUTS = ("ctrl_loss_tmo", "fast_io_fail_tmo", "reconnect_delay")
 
 
 def namespace_at(device: BlockDevice, sysfs: str) -> Namespace | None:
-    """Read the NVMe namespace behind this block device; None if it is another device."""
+    """Read the NVMe namespace behind this block device; None if it is a different device."""
     path, name = device.path, device.name
     if not _HEAD.match(name):
         return None
@@ -524,7 +524,7 @@ def read_states(fabric: TargetFabric) -> dict[str, ControllerState]:
     """Return the current states of the controllers of `fabric`, by name; two reads per path.
 
     The list of controllers is not updated. Call `discover` again if one is `ABSENT`: after a
-    reconnect it can have another name, even another controller's former name.
+    reconnect it can have a different name, even another controller's former name.
     """
     states: dict[str, ControllerState] = {}
     for controller in fabric.controllers:
