@@ -137,12 +137,12 @@ class IoEngine(Protocol):
     def room(self) -> Room: ...
 
     def submit(self, ops: Sequence[IoOp]) -> None:
-        """Accept operations, without blocking. The caller never has a RESET and a write of the same
-        target in flight together. A RESET ends with CANCELLED if a newer superblock replaced it."""
+        """Accept operations, without blocking. The caller never has a RESET and a write to the same
+        target in flight at once. A RESET ends with CANCELLED if a newer superblock replaced it."""
 
     def cancel(self, tokens: Sequence[int]) -> list[int]:
-        """Remove operations that have not started, which then never complete; return their tokens.
-        The others continue, but their outcomes are ignored, and a write adds no table entry."""
+        """Remove operations that have not started; these never complete. Return their tokens. The
+        others continue, but their outcomes are ignored, and a write adds no table entry."""
 
     def poll(self) -> list[Completion]: ...
 
@@ -255,9 +255,9 @@ def _find_allowed() -> frozenset[int]:
 
 
 #: The CPUs for I/O threads: those that this process or its parent may use at import time. vLLM's
-#: CPU worker binds its threads to cores for OpenMP, which new threads inherit, so all I/O threads
-#: would share one core with the model's busiest thread. Its parent is bound only by a user's
-#: taskset or cpuset.
+#: CPU worker binds its threads to cores for OpenMP. New threads inherit this binding, so all I/O
+#: threads would share one core with the model's busiest thread. The worker's parent is bound only
+#: by a user's taskset or cpuset.
 ALLOWED_CPUS = _find_allowed()
 
 

@@ -51,7 +51,7 @@ class How(enum.Enum):
     THREADS = "threads ({})"
 
 
-#: The most operations in an engine with rings, over all targets.
+#: The maximum number of operations in an engine with rings, over all targets.
 OPERATIONS_MAX = 4096
 #: Two threads, because one is reserved for reads.
 _THREADS_MIN = 2
@@ -93,7 +93,7 @@ class NativeIoEngine:
         self._base_address = base_address
         self._offset_max = len(memory) - pool.slot_bytes
         self._payload_bytes_max = pool.slot_bytes - HEADER_BYTES
-        self._superblocks: deque[Completion] = deque()  # completed writes of superblocks
+        self._superblocks: deque[Completion] = deque()  # completed superblock writes
         self._closed = self._attached = False
         targets = range(pool.target_count)
         threads = max(_THREADS_MIN, -(-tuning.io_threads // len(targets)))  # per target
