@@ -69,7 +69,7 @@ class PathStates:
 
 @dataclass(slots=True)
 class _Run:
-    """The failures of one direction since its last success."""
+    """The failures in one direction since its last success."""
 
     of_target: int = 0
     slots: set[int] = field(default_factory=set)
@@ -80,7 +80,7 @@ class _Run:
 
 
 class TargetHealth:
-    """The health of one target. Each call of `attached` increments the attachment's number."""
+    """The health of one target. Each call to `attached` increments the attachment's number."""
 
     def __init__(self, *, can_return: bool = True) -> None:
         """Without `can_return` nothing reattaches the target, so failures do not make it gone."""

@@ -72,7 +72,7 @@ class ProbeAnswer:
     @staticmethod
     def decode(message: bytes) -> ProbeAnswer:
         """Parse an answer. A malformed one becomes a failure: after an upgrade of the package, a
-        running server's probers are of a different version."""
+        running server's probers have a different version."""
         with contextlib.suppress(ValueError, TypeError, RecursionError):
             answer = ProbeAnswer(**json.loads(message))
             numbers = answer.device, answer.inode

@@ -54,10 +54,10 @@ PROBE_S_MIN = 1.0
 PROBE_S_MAX = 60.0
 #: A prober that has not answered after this time counts as hung and is abandoned.
 _ANSWER_S_MAX = 10.0
-#: The most abandoned probers per target; another starts only after one of these exits.
+#: The maximum number of abandoned probers per target; another starts only after one of these exits.
 _ABANDONED_MAX = 4
 _LOOK_S = 1.0
-#: The minimum time after a logged verdict before one that is no worse is logged.
+#: The minimum time after a logged verdict before another that is no worse is logged.
 _LOG_S_MIN = 10.0
 _FROM_BEST_TO_WORST = list(Verdict)
 _COMMAND = tuple(child_command("targets.prober"))
@@ -78,7 +78,7 @@ class TargetPaths:
     _attachment: int = 0
     _fabric: TargetFabric | None = None
     _fabric_of: int = 0  # the attachment that `_fabric` belongs to
-    _known: int = 0  # the most controllers seen at a time
+    _known: int = 0  # the maximum number of controllers seen at a time
     _device: str = ""  # the device's directory in sysfs, or empty
 
     def renew(self) -> None:
@@ -96,7 +96,7 @@ class TargetPaths:
                 self._device = device if os.path.isdir(device) else ""
         states = read_states(fabric)
         if any(one.state == ABSENT for one in states.values()):
-            # Reconnected controllers can have other names.
+            # Reconnected controllers can have different names.
             renamed = discover(self.target, self.sysfs, self.mountinfo)
             if renamed.mount == fabric.mount and renamed.namespaces:
                 self._fabric = renamed
@@ -215,7 +215,7 @@ class _Probe:
             raise
 
     def answer(self) -> tuple[ProbeAnswer, list[int]]:
-        """Receive the answer from a readable channel. A failure comes without descriptors."""
+        """Receive the answer from a readable channel. A failure has no descriptors."""
         try:
             message, fds, *_ = socket.recv_fds(
                 self.channel, MESSAGE_BYTES_MAX, DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
@@ -244,7 +244,7 @@ class _Probe:
 
 @dataclass(slots=True)
 class _Search:
-    """The search for a target. The pipeline's thread sets `request` while the target is lost."""
+    """The search for a lost target. The pipeline's thread sets `request` while it is lost."""
 
     paths: TargetPaths
     request: ProbeRequest | None = None
