@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup, group_id_of, group_ids_of
 
-Has = Callable[[Sequence[bytes]], bytes]  # returns a byte per key: 1 if the key is present
+Has = Callable[[Sequence[bytes]], bytes]  # returns one byte per key: 1 if the key is present
 _HIT = b"\1"
 _ASKED_FIRST = 16  # the number of chunks in the first query; small, because most prefixes end early
 SPARSE = (GroupKind.WINDOW, GroupKind.STATE)  # kinds with chunks useful only at boundaries

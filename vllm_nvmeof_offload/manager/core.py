@@ -79,7 +79,7 @@ from vllm_nvmeof_offload.protocol import (
 
 __all__ = ["CoreConfig", "ManagerCore", "SessionIds", "Source", "StorePlan"]
 _SIGHTINGS_MIN = 1 << 16  # the minimum of `StoreThreshold`'s `keys_max`; normally one per slot
-RETAIN_S_MAX = 7 * 24 * 3600  # the longest retention: a session's end must be bounded
+RETAIN_S_MAX = 7 * 24 * 3600  # the longest retention, so that every session ends
 #: The minimum interval between two saves of the sessions, and the largest share of time that saves
 #: may take. Saving a million chunks takes 0.15 s of a step (on 2 busy cores).
 _SAVES_PERIOD_S, _SAVES_SHARE = 1.0, 1 / 1000
@@ -346,7 +346,7 @@ class ManagerCore:
         priority: int,
     ) -> None:
         """Retain these chunks, and those that the session already retains, for `seconds`. `ends`:
-        see `ended`. If the client's share is used up, its sessions of lower `priority` (1 to 100)
+        see `ended`. If the client's share is used up, its sessions with lower `priority` (1 to 100)
         retain less."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.retain(keys, *session, int(self._clock()) + seconds, priority)
@@ -430,8 +430,8 @@ class ManagerCore:
         self, batch: ChunkBatch, tokens: range, ends: npt.NDArray[np.int64] | None
     ) -> tuple[int, int, int]:
         """Return the number of `tokens` that a load takes from each `Source`, in the enum's order.
-        `ends` is as in `prepare_store`. A token with chunks in several sources counts for the last
-        source. Evicted chunks cover no tokens, and windows need not cover all tokens."""
+        `ends` is as in `prepare_store`. A token with chunks in several sources counts towards the
+        last one. Evicted chunks cover no tokens, and windows need not cover all tokens."""
         return self._tiers.tokens_by_source(batch, tokens.start, tokens.stop, ends)
 
     # -- other engines' chunks --------------------------------------------------------

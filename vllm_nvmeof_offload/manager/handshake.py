@@ -257,7 +257,7 @@ def _in_order(adopted: AdoptedEntries) -> AdoptedEntries:
 
 
 def _in_both(one: AdoptedEntries, other: AdoptedEntries) -> AdoptedEntries:
-    """Return the entries with equal place, generation and key in both."""
+    """Return the entries whose place, generation and key are the same in both."""
     _, ours, theirs = np.intersect1d(
         one.places, other.places, assume_unique=True, return_indices=True
     )

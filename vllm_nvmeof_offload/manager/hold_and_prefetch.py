@@ -48,7 +48,7 @@ _LOOK_AGAIN_S = 0.05  # the interval between checks for chunks in GPU memory
 LOOKS_MAX = 4096
 #: The maximum number of queries to vLLM about chunks in GPU memory, per `turn` and per request.
 _QUESTIONS_MAX, _QUESTIONS_OF_ONE_MAX = 256, 64
-_FETCH_BYTES_MAX = 256 << 20  # in progress: enough for a fast target between two steps
+_FETCH_BYTES_MAX = 256 << 20  # bytes in progress: enough for a fast target between two steps
 _FETCHES_MIN = 4
 _PROBES_MAX = 4
 

@@ -201,7 +201,7 @@ class LoadTimes:
         config: CoreConfig,
     ) -> None:
         self.reading = [0] * len(capacity.pool_slots)  # bytes still to be read, by lane
-        self._limits_s: dict[Op, float] = {}  # of loads in progress; infinite once cut off
+        self._limits_s: dict[Op, float] = {}  # by load in progress; infinite once cut off
         self._ledger, self._admission, self._clock = ledger, admission, clock
         self._lane_bytes = list(capacity.lane_bytes)
         self._config = config

@@ -98,9 +98,9 @@ class _LookedUp:
 
 
 class RequestLookUps:
-    """The look-ups of all requests. Used on the scheduler's thread. `offered` is called with each
-    look-up's outcome: (request, local tokens, tokens to load). `helpers_of` is as in `LoadCommand`.
-    """
+    """The look-ups of all requests. Used only on the scheduler's thread. `offered` is called with
+    each look-up's outcome: (request, local tokens, tokens to load). `helpers_of` is as in
+    `LoadCommand`."""
 
     def __init__(
         self,

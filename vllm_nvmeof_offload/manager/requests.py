@@ -109,7 +109,7 @@ _LOG_PERIOD_S = 60.0  # the minimum interval between two log lines about suspend
 
 
 class WaitingRequests:
-    """The waiting requests. Used on the scheduler's thread."""
+    """The waiting requests. Used only on the scheduler's thread."""
 
     def __init__(
         self, core: ManagerCore, queue: Queue, clock: Callable[[], float] = time.monotonic
@@ -271,7 +271,7 @@ def _limits_of(request: Any) -> str:
 
 class Suspension:
     """The requests whose chunks are not stored, because weights may have changed since their KV was
-    computed; `vllm_adapter/new_weights.py` finds them. Used on the scheduler's thread."""
+    computed; `vllm_adapter/new_weights.py` finds them. Used only on the scheduler's thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.requests: set[str] = set()

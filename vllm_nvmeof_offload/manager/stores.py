@@ -35,7 +35,7 @@ class StoreThreshold:
     A sighting is one offer to store a chunk (`prepare_store`). vLLM makes one per request for each
     of its chunks, whether it computed the chunk or found it in GPU memory. Look-ups and a request's
     repeated offers do not count, and a reset forgets nothing. At most `keys_max` + 1023 keys are
-    counted; the least recently seen are forgotten. Threshold 1 needs no table.
+    counted; the least recently seen are forgotten. A threshold of 1 needs no table.
     """
 
     def __init__(self, threshold: int, keys_max: int) -> None:

@@ -236,9 +236,10 @@ _FAILED = {
 
 
 class FailureLog:
-    """The log of failed operations: the first of a kind at once, then at most one line per minute.
-    A kind is an operation, an outcome and a target. Each line counts the chunks that failed since
-    the last line of its kind. `targets` are directories. Cancelled operations are not logged."""
+    """A log of failed operations: the first of a kind is logged at once, later ones at most once
+    per minute. A kind is an operation, an outcome and a target. Each line counts the chunks that
+    failed since the last line of its kind. `targets` are directories. Cancelled operations are not
+    logged."""
 
     def __init__(
         self, core: ManagerCore, targets: Sequence[str], clock: Callable[[], float] = time.monotonic
