@@ -93,7 +93,7 @@ class TransferLimits:
     write_deadline_s: float = TUNING.write_deadline_ms / 1000
     #: By target, and shared with the code that reattaches targets; None if no target can return.
     health: tuple[TargetHealth, ...] | None = None
-    pool_slots: int = 0  # on this rank; 0 disables the check of places
+    pool_slots: int = 0  # the number on this rank; 0 disables the check of places
     read_bytes_in_flight_max: int = TUNING.read_bytes_in_flight_max
     write_bytes_in_flight_max: int = TUNING.write_bytes_in_flight_max
     #: The limit on bytes being written to a target while reads from it are waiting or running.
