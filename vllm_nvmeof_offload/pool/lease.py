@@ -65,7 +65,7 @@ from vllm_nvmeof_offload.units import PAGE_BYTES, printable
 
 # -- locks ----------------------------------------------------------------------------
 
-ENDING_WAIT_S_MAX = 30.0  # for a killed process that is still blocked in the kernel
+ENDING_WAIT_S_MAX = 30.0  # how long to wait for a killed process that is blocked in the kernel
 _SIGKILL_BIT = 1 << 8
 
 
@@ -175,7 +175,7 @@ _ENGINE_BYTES = 128
 _PAGE = struct.Struct(f"<8s16sQQIIII16s{_NAME_BYTES}s{_NAME_BYTES}s{_ENGINE_BYTES}s")
 _CRC = struct.Struct("<I")
 _WORD_BYTES = 8
-_READS = 3  # before a page counts as damaged: a device may write it in parts
+_READS = 3  # attempts before a page counts as damaged: a device may write it in parts
 _BEATS_PER_PERMIT = 3  # the number of renewals of a group's region within one permit
 TAKEOVER_S = 30.0
 _BEATS_PER_TAKEOVER = 6  # renewals within `TAKEOVER_S` without a group

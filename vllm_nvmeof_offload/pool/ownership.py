@@ -62,7 +62,7 @@ from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 INSTANCES_MAX = 64  # the maximum number of instances of one keyspace on one set of targets
 LOCAL = Leasing(in_group=False)  # the leasing for a file system to which only this host writes
-CLAIM_WAIT_S_MAX = 30.0  # for another claim, whose device may never answer
+CLAIM_WAIT_S_MAX = 30.0  # how long to wait for another claim, whose device may never answer
 
 
 @dataclass(frozen=True)

@@ -129,7 +129,7 @@ class Slab:
         return 0
 
     def _fitting(self, slot_bytes: int, kept: int) -> int:
-        """Return how many slots, including existing ones, fit if `kept` bytes stay free."""
+        """Return how many slots fit, including existing ones, if `kept` bytes stay free."""
         held = os.fstat(self.buffered_fd).st_blocks * 512
         return max(0, held + self._free_bytes() - kept) // (slot_bytes + ENTRY_BYTES)
 

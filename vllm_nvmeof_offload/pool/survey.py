@@ -32,8 +32,8 @@ from vllm_nvmeof_offload.pool.takeover import OwnerState, Takeover
 from vllm_nvmeof_offload.units import slot_stride_bytes
 
 FACTS_FILE = "keyspace.json"
-#: A keyspace that no server has used for two weeks is reported. A canary of an old release ends
-#: earlier, and the chunks of a model that is served only once a month are easily recomputed.
+#: A keyspace that no server has used for two weeks is reported. A canary deployment ends earlier,
+#: and the chunks of a model that is served only once a month are easily recomputed.
 UNUSED_S = 14 * 86400.0
 _KEYSPACE = re.compile(rf"[0-9a-f]{{{DIGEST_HEX_DIGITS}}}")
 _ENGINE = re.compile(r"engine-(0|[1-9][0-9]{0,8})")
