@@ -5,7 +5,7 @@ A read is QUEUED, then READING. Then its slot is LENT to a peer that can pull, o
 copied into a message and SENT. Both stages end with the peer's `Done`, with the session, or a
 second after the read's deadline; a peer that pulls later detects wrong bytes itself. Until then,
 the read costs the peer a credit, so that few copies wait for a peer that does not receive them. A
-slot into which the storage reads becomes free when the storage reports the end of the read.
+slot into which the storage is reading becomes free when the storage reports the end of the read.
 Sessions get equal shares of the slots.
 
 An unauthenticated connection may send one frame of `MESSAGE_BYTES_MAX`, and lasts at most two

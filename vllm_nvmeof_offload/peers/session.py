@@ -20,7 +20,7 @@ number is malformed: the receiver counts it and closes the session.
 | `Beat` | both | a keep-alive, with the helper's levels |
 | `Bye` | both | the session is over |
 
-The helper answers each token of a `Read` once, with `Ready`, `Sent` or `Failed`, however late.
+The helper answers each token in a `Read` once, with `Ready`, `Sent` or `Failed`, however late.
 
 With a share secret, ZMQ's CURVE encrypts and authenticates every byte of a message. Chunks that
 RDMA carries are not protected, except by their checksums. All servers derive the same two pairs of
@@ -59,7 +59,7 @@ VERSION = 2
 MESSAGE_BYTES_MAX = 1 << 18
 CURVE_BYTES = 64  # more than CURVE adds to a frame: ZMQ's limit applies to the encrypted frame
 READS_MAX = 64  # in one message
-TOKENS_MAX = 1024  # in one message, and as credits of a session
+TOKENS_MAX = 1024  # the maximum in one message, and as a session's credits
 _ERROR_MAX = 200  # the maximum number of characters quoted from a frame
 
 _Sixteen = Annotated[bytes, Meta(min_length=16, max_length=16)]
