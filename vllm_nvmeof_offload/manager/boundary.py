@@ -212,8 +212,8 @@ def _boundary(
 
 
 def _reach_at(group: Group, boundary: int) -> int:
-    """Return the number of chunks of a window or state that a boundary needs. A window that ends
-    within a chunk may need one more."""
+    """Return how many chunks of a window or state a boundary needs. A window that ends within a
+    chunk may need one more."""
     assert group.reach_chunks is not None
     if group.kind is not GroupKind.WINDOW or group.reach_tokens is None:
         return group.reach_chunks
@@ -222,8 +222,8 @@ def _reach_at(group: Group, boundary: int) -> int:
 
 
 def _last_run(hits: bytes, reach: int, reach_at_end: int) -> int:
-    """Return the end of the last run of `reach` hits; a run at the very end needs `reach_at_end`. A
-    shorter run counts only at the start."""
+    """Return the end of the last run of at least `reach` hits; a run at the very end needs
+    `reach_at_end`. If there is none, return the number of hits at the start."""
     at_end = len(hits) - len(hits.rstrip(_HIT))
     if at_end >= reach_at_end:
         return len(hits)

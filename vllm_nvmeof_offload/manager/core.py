@@ -242,7 +242,7 @@ class ManagerCore:
         return self._tiers.present(keys, sources)
 
     def find(self, keys: Sequence[bytes], tokens: int = 0) -> Find:
-        """Return the size in bytes and tokens of a load of `keys`, all just found by a look-up.
+        """Return the size in bytes and tokens of a load of `keys`, which a look-up has just found.
         `tokens` is the number of tokens that they cover; 0 for whole full-attention chunks."""
         leading, read_bytes = self._tiers.weigh(keys, self._lane_bytes)
         if self.config.full_attention_only:
@@ -669,7 +669,7 @@ class ManagerCore:
     def take_changes(self) -> list[Change]:
         """Take the oldest changes of the tiers' contents, in order, up to the limit per step.
 
-        A chunk is in the CPU tier once its copy is complete on every rank, and in the pool once its
+        A chunk is in the CPU tier when its copy is complete on every rank, and in the pool when its
         write is complete. It can be in both. Applied in order, the changes reproduce the index;
         consumers must count the announcements for each block. A reset drops additions that were not
         taken, because it also removes their keys.

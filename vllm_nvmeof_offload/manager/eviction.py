@@ -86,7 +86,7 @@ def _imported(name: str) -> Callable[..., EvictionPolicy]:
         raise ConfigError(_KEY, name, remedy) from error
     found: Callable[..., EvictionPolicy] | None = getattr(imported, attribute, None)
     if found is None:
-        # A directory of this name is importable as a namespace package, but has no file.
+        # A directory with this name is importable as a namespace package, but has no file.
         where = getattr(imported, "__file__", None) or ", ".join(getattr(imported, "__path__", ()))
         remedy = (
             f"the module, found at {where}, has no {attribute}; name a class that it defines, or "

@@ -37,7 +37,7 @@ class Op:
     lanes: Sequence[int] = field(default=(), init=False)  # the bytes to read, by target
     reads: int = field(default=0, init=False)  # the rows that are read from the pool
     tokens: range = field(default=range(0), init=False)  # the request's tokens that it covers
-    lost: int = field(default=0, init=False)  # the number of `tokens` that failed so far
+    lost: int = field(default=0, init=False)  # the number of `tokens` that have failed so far
     predicted_s: float = field(default=0.0, init=False)  # as in `Decision`
     record: LoadRecord | None = field(default=None, init=False)  # part of the request's record
     probe: bool = field(default=False, init=False)  # whether this fetch is only a measurement

@@ -22,7 +22,7 @@ loads that are fast only with peers are tried too. Trust starts at 1; a load tha
 computing halves it, and any other load doubles it. So a pool that sometimes hangs, or is fast only
 for probes, is tried less and less often.
 
-Chunks of the CPU tier are always loaded: pinned memory is many times faster than any model, and
+Chunks in the CPU tier are always loaded: pinned memory is many times faster than any model, and
 loading leaves the model free for other requests.
 """
 

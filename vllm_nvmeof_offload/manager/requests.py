@@ -219,8 +219,8 @@ class WaitingRequests:
             self._helpers.pop(request_id, None)
         # The last chunks of ended requests are stored in this step.
         self._ended = set(scheduler_output.finished_req_ids or ())
-        # Preempted requests first, because a reset between two steps can preempt a request that
-        # this step runs or loads again.
+        # Handle preempted requests first, because a reset between two steps can preempt a request
+        # that this step runs or loads again.
         for request_id in scheduler_output.preempted_req_ids or ():
             self.look_ups.end(request_id)
             if request_id not in self._going:

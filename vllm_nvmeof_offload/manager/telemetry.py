@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.metrics import CONFIG_LABELS, GAUGES, Counts, Series, f
 from vllm_nvmeof_offload.protocol import LevelReport, RankHello
 from vllm_nvmeof_offload.units import format_bytes
 
-#: Metric labels that differ from the start of their fallback's line, by that start.
+#: Metric labels, by the start of the fallback's line, where the two differ.
 _PARTS = {"io_uring registered": "registration"}
 _QUEUES = ("stream_slot", "read", "prefetch", "write")
 
