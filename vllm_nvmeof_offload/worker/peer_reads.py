@@ -353,7 +353,7 @@ class PeerLinks:
         self._taken = Counts()
 
     def set_tag(self, tag: bytes) -> None:
-        """End all sessions that have another share tag. Call this before a reset begins."""
+        """End all sessions that have a different share tag. Call this before a reset begins."""
         for one in (self.clients, self._server):
             if one is not None:
                 one.set_tag(tag)

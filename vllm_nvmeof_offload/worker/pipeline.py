@@ -516,7 +516,7 @@ def _machine_options(
     targets = limits.target_count
     reads_max = max(1, limits.reads_in_flight_max // targets)
     writes_max = max(1, limits.writes_in_flight_max // targets)
-    # The concurrent reads per target when loads keep all targets and peers busy.
+    # The number of concurrent reads per target when loads keep all targets and peers busy.
     readers = targets + (peers.lanes if peers else 0)
     streamed_max = max(1, min(reads_max, staging.stream_slots // readers))
     enough = max(_SATURATING_OPS_MIN, -(-_SATURATING_BYTES // staging.slot_bytes))
