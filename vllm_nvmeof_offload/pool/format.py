@@ -445,7 +445,7 @@ class Superblock:
 
 
 def newest_of(superblocks: Sequence[Superblock]) -> Superblock | None:
-    """Return the superblock with the highest sequence, which decides for all targets of a rank.
+    """Return the superblock with the highest sequence, which applies to all of a rank's targets.
     Return None if there is none, or if several differ, because servers that each had only some of
     the targets wrote them in an unknown order."""
     highest = max((one.sequence for one in superblocks), default=0)

@@ -299,8 +299,8 @@ class PageIo(Protocol):
 @dataclass(frozen=True, slots=True)
 class PageFile:
     """The page at the start of a file. Reads and writes bypass this kernel's page cache. With
-    `file`, no other file is accessed, because another file system, with another owner, may have
-    been mounted at the path. None allows any file there."""
+    `file`, no other file is accessed, because a different file system, with a different owner, may
+    have been mounted at the path. None allows any file there."""
 
     path: Path
     file: FileId | None = None

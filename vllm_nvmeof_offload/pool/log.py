@@ -128,7 +128,7 @@ def next_sequence(fd: int, pages: int) -> int:
 
 
 def log_pages_of(pool_bytes: int) -> int:
-    """Return the number of pages in the log of a pool with this size on one target."""
+    """Return the number of pages in the log if the pool has this size on one target."""
     pages = min(int(pool_bytes * LOG_PART) // PAGE_BYTES, LOG_PAGES_MAX)
     return pages if pages >= LOG_PAGES_MIN else 0
 

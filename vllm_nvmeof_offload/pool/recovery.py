@@ -241,7 +241,7 @@ def scan_headers(
 def written_slots(
     fd: int, indices: npt.NDArray[np.int64], slot_bytes: int
 ) -> npt.NDArray[np.int64]:
-    """Return `indices` without the slots in holes of the file, which were never written."""
+    """Return `indices` without slots in holes in the file, which were never written."""
     size = os.fstat(fd).st_size
     bounds: list[int] = []  # first and end slot of each data segment, ascending
     position = 0

@@ -193,7 +193,7 @@ def reserve(fd: int, size: int) -> None:
 
 def probe_o_direct(directory: Path) -> None:
     """Write and read one aligned page with O_DIRECT in `directory`. Raises OSError if that fails
-    (mostly EINVAL), and PoolError if different bytes are read back."""
+    (usually EINVAL), and PoolError if different bytes are read back."""
     path = directory / "probe"
     written = os.urandom(PAGE_BYTES)
     with mmap.mmap(-1, PAGE_BYTES) as page:

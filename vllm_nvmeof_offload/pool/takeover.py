@@ -70,7 +70,7 @@ class Takeover:
 
     def settled(self, ask: Callable[[], _T]) -> _T:
         """Call `ask` until it raises no UnsettledError. This takes up to `takeover_s` if the pages
-        in question are watched already."""
+        are already being watched."""
         while True:
             try:
                 return ask()
