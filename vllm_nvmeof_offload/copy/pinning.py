@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.units import MIB, format_bytes
 
 REGISTERED_BYTES_MAX = 256 * MIB
 _LOG_EVERY_S = 5.0
-#: Long enough for a waiting thread to wake up and take the lock; not tuned on a GPU.
+#: Long enough for a waiting thread to wake up and take the lock; we have not tuned it on a GPU.
 _PAUSE_S = 0.001
 #: The delay before a retry if the driver refuses a registration during a graph capture.
 _CAPTURE_S = 0.1
@@ -81,7 +81,7 @@ class StagingPinning:
 
     @property
     def first(self) -> tuple[int, int]:
-        """Return the address and bytes of this rank's first piece, which is always ready."""
+        """Return the address and size (bytes) of this rank's first piece, which is always ready."""
         return int(self.starts[self._own]), self._bytes_of(self._own)
 
     def readiness(self, addresses: npt.NDArray[np.uint64]) -> Readiness:
