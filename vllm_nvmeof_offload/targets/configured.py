@@ -40,7 +40,7 @@ _PASSIVE = socket.AI_PASSIVE
 @dataclass
 class Configured:
     """A configuration, its usable targets, and the errors and warnings about both. `held_bytes` is
-    the size of existing pools on the targets that this server may use."""
+    the size of the existing pools on these targets that this server may reuse."""
 
     config: OffloadConfig
     targets: list[TargetInfo] = field(default_factory=list)

@@ -68,7 +68,7 @@ class TargetPaths:
     """Reads the state of one target's device and controllers from sysfs, at little cost.
 
     `target` is absolute, without links. The observed file system is the one that is mounted there
-    at the first call of `states` or the first after `renew`. A later mount over it is ignored,
+    at the first call to `states` or the first after `renew`. A later mount over it is ignored,
     because the server does not have that one open.
     """
 
@@ -82,7 +82,7 @@ class TargetPaths:
     _device: str = ""  # the device's directory in sysfs, or empty
 
     def renew(self) -> None:
-        """Make the next call of `states` look up the file system again; callable on any thread."""
+        """Make the next call to `states` look up the file system again; callable on any thread."""
         self._attachment += 1
 
     def states(self) -> PathStates:
