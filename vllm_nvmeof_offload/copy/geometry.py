@@ -141,11 +141,11 @@ class CacheGeometry:
         return np.unique(np.concatenate([one.starts for one in self.by_group]))
 
     def stored(self, blocks: JobBlocks) -> Pieces:
-        """Return the pieces of a store. An incomplete chunk has no pieces."""
+        """Return the pieces for a store. An incomplete chunk has no pieces."""
         return self._pieces(blocks, is_store=True)
 
     def loaded(self, blocks: JobBlocks) -> Pieces:
-        """Return the pieces of a load. A group's first and last chunks can lack blocks."""
+        """Return the pieces for a load. A group's first and last chunks can lack blocks."""
         return self._pieces(blocks, is_store=False)
 
     def split(self, blocks: JobBlocks) -> list[npt.NDArray[np.int32]]:

@@ -90,8 +90,8 @@ class Reason(enum.IntEnum):
 
 
 class WantedRead(Struct, array_like=True, frozen=True):
-    """A read of a region's slot, which must have this content. `within_ms` is how long the loading
-    server waits: a duration, because the clocks of two hosts may differ."""
+    """A read of a slot in a region. The slot must have this content. `within_ms` is how long the
+    loading server waits: a duration, because the clocks of two hosts may differ."""
 
     token: _U64
     region: _Sixteen

@@ -254,7 +254,7 @@ class DecodedTable:
     keys: npt.NDArray[np.uint8]
 
     def clients(self) -> npt.NDArray[np.uint32]:
-        """Return uint32[n], the clients of the chunks, or 0 if unknown."""
+        """Return uint32[n], the chunks' clients; 0 where unknown."""
         found = np.ascontiguousarray(self.keys[:, _CLIENT_AT:]).view("<u4")[:, 0]
         return np.where(self.valid & (self.key_bytes <= _CLIENT_AT), found, np.uint32(0))
 
@@ -487,7 +487,7 @@ def write_superblock(directory: Path, superblock: Superblock) -> None:
 
 
 def replace_file(directory: Path, name: str, content: bytes) -> None:
-    """Durably replace a file of the directory. The old file stays if the new one cannot be written
+    """Durably replace a file in the directory. The old file stays if the new one cannot be written
     (OSError). A writer that was suspended or hung while another one wrote fails with ESTALE,
     because its file is no longer the one at that path."""
     temporary = directory / f"{name}.new"

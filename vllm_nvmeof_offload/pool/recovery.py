@@ -167,7 +167,7 @@ def _members(
 
 
 def _common(lengths: npt.NDArray[np.uint8]) -> int:
-    """Return the most common length. All keys of a keyspace should have the same length."""
+    """Return the most common length. All keys in a keyspace should have the same length."""
     return int(np.bincount(lengths).argmax()) if len(lengths) else KEY_BYTES_MAX
 
 
