@@ -102,8 +102,7 @@ _NATIVE_COUNTS: tuple[Series, ...] = (
 )
 _SOURCE_NAMES = tuple(source.value for source in Source)
 #: Keys per `take_changes`: an eighth of the backlog, within these bounds. Splitting and pickling
-#: 32,768 keys takes 8 ms (on an AMD EPYC); ten million adopted chunks are reported within 310
-#: steps.
+#: 32,768 keys takes 8 ms (AMD EPYC); ten million adopted chunks are reported within 310 steps.
 _CHANGES_MIN, _CHANGES_MAX = 4096, 32_768
 _CHANGES_SHARE = 8
 

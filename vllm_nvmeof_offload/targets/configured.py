@@ -146,8 +146,7 @@ def _check_listen(found: Configured, key: str, listen: str, *, take_port: bool) 
 
 
 def _why_no_listening(address: str) -> tuple[bool, str]:
-    """Bind to `HOST:PORT`. Return whether the port is taken, and why binding failed ("" if it did
-    not)."""
+    """Bind to `HOST:PORT`. Return whether the port is taken, and an error ("" if bound)."""
     host, _, port = address.rpartition(":")
     host = "" if host == "*" else host.strip("[]")
     try:

@@ -69,8 +69,7 @@ Transfer: TypeAlias = tuple[
     int, bool, ChunkBatch, npt.NDArray[np.int32], Sequence[int], Sequence[int]
 ]
 
-#: The bytes in flight that saturate a target: 100 Gb/s × 0.6 ms. A single operation is never
-#: enough.
+#: The bytes in flight that saturate a target: 100 Gb/s × 0.6 ms. One operation is never enough.
 _SATURATING_BYTES = 8 * MIB
 #: A new local load waits for the reads that its target has already started for peers. This limit on
 #: their bytes is still enough to saturate a target with 10 GB/s and a latency of 400 µs.
