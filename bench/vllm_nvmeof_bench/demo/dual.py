@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A demo of two servers that share a pool, each over a slow link: prompts return over one or both.
+"""A demo of two servers that share a pool over slow links. KV is loaded over one link or over both.
 
-P answers the requests; D, a server with the same model, reads for P. First P computes and stores a
-crowd of prompts; these answers are the reference. Then the crowd returns in several rounds, with
-and without D. Finally the crowd returns while D is killed every five seconds: SIGKILL ends all its
-processes at once, and the next D starts at another address that P knows. D is killed only after it
-has read chunks for P. Without a GPU, all servers are forked from a process that has imported vLLM,
-so that D restarts in seconds.
+P answers the requests; D, a server with the same model, reads for P. First P computes and stores
+the KV of a crowd of prompts; these answers are the reference. The crowd's prompts are then sent
+again (the crowd *returns*): in several rounds with and without D, then while D is killed at most
+every five seconds. SIGKILL ends all its processes at once, and the next D starts at P's other
+address for D. D is killed after it has read for P, or after `_WAIT_S`. Without a GPU, all servers
+are forked from a process that has imported vLLM, so that D restarts in seconds.
 
     python -m vllm_nvmeof_bench.demo.dual [--json FILE]
 """
@@ -45,7 +45,7 @@ from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 LINK_BYTES_PER_S = 60_000_000
 PROMPTS, PROMPT_TOKENS, ANSWER_TOKENS = 5, 4096, 8
-#: Rounds, and how often the crowd returns over both paths, and over one, in each round.
+#: The number of rounds, and how often per round the crowd returns over one path and over both.
 ROUNDS, TIMES = 4, 2
 #: The goal for the ratio of median TTFT over both paths to that over one.
 RATIO_MAX = 0.6
@@ -58,7 +58,7 @@ _READ = {"name": "vllm:nvmeof_transfer_bytes_total", "direction": "load", "stage
 _WAIT_ROUNDS_MAX = 8
 #: D is killed after _WAIT_S even if it has read nothing for P; this is checked every _LOOK_S.
 _WAIT_S, _LOOK_S = 60.0, 0.1
-#: P counts as using D if this share of the loaded bytes was read by D.
+#: P counts as using D if D read more than this share of the loaded bytes.
 _FOUND_SHARE = 0.4
 #: Prompts sent only to evict the crowd from the CPU tier.
 _OTHERS = 2
@@ -66,7 +66,8 @@ _OTHERS = 2
 
 @dataclass
 class Phase:
-    """The crowd's results in one phase. pulled_bytes, read_bytes: read by D for P, and by P."""
+    """The crowd's results in one phase. pulled_bytes: read by D for P. read_bytes: read by P
+    itself."""
 
     name: str
     ttft_s: list[float] = field(default_factory=list)
@@ -156,7 +157,7 @@ def _spec(model: Path, target: Path, control: Path, **more: object) -> ServerSpe
 
 
 class Crowd:
-    """The crowd's requests, and the expected answers."""
+    """A crowd's requests and expected answers."""
 
     def __init__(self, server: Server) -> None:
         self._server = server
@@ -173,7 +174,7 @@ class Crowd:
         return phase
 
     def come(self, phase: Phase) -> None:
-        """Remove the crowd's KV from GPU memory, send its requests, and add the results."""
+        """Empty the GPU's prefix cache, send the crowd's requests, and add the results."""
         answers, before, now = asyncio.run(self._return())
         whole = _count(phase, answers)
         pairs = zip(answers, self._right, strict=True)
@@ -208,7 +209,7 @@ def _count(phase: Phase, answers: Sequence[Answer]) -> list[Answer]:
 
 
 def _with_d(pair: Pair, crowd: Crowd, all_phases: Phase) -> None:
-    """Start D, and send the crowd until D reads enough of its KV."""
+    """Start D, and send the crowd's requests until D reads enough of the KV."""
     pair.start_d().wait_ready()
     for _ in range(_WAIT_ROUNDS_MAX):
         phase = Phase("")
@@ -221,8 +222,8 @@ def _with_d(pair: Pair, crowd: Crowd, all_phases: Phase) -> None:
 
 
 class Killer:
-    """A thread's task to start and kill D while the crowd returns. killed_s: the times of the
-    kills. serving: the number of starts after which D read for P."""
+    """A task that starts and kills D on a thread while the crowd returns. killed_s: when D was
+    killed. serving: the number of starts after which D read for P."""
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
@@ -259,7 +260,7 @@ class Killer:
 
 
 def _killing(killer: Killer, crowd: Crowd, phase: Phase) -> None:
-    """Send the crowd repeatedly while D is killed repeatedly."""
+    """Send the crowd's requests repeatedly while `killer` runs."""
     with ThreadPoolExecutor(1) as thread:
         kills = thread.submit(killer.run)
         try:
@@ -349,7 +350,7 @@ def show(console: Console, outcome: Outcome) -> None:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the demo; return 0 if no request failed, all tokens agreed and the ratio is small."""
+    """Run the demo; return 0 if no request failed, all tokens agreed and the goal is met."""
     console, build = Console(highlight=False), Path("build").resolve()
     build.mkdir(exist_ok=True)
     target = Path(tempfile.mkdtemp(prefix="demo-dual-", dir=build))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo's steps: make the model, then serve it without offloading, with it, and restarted.
 
-The real model answers prompts of text. A random model replaces it without a package index or disk
+The real model answers text prompts. A random model replaces it if there is no package index or disk
 space, and on a GPU, which would compute a small model's prompts instantly.
 
 1. Without offloading: every conversation, turn by turn, and the crowd. The tokens are the
@@ -39,7 +39,7 @@ from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import format_bytes
 
-#: The plan of `--quick`: fewer and shorter conversations with the same cases.
+#: The plan for `--quick`: fewer and shorter conversations with the same cases.
 _QUICK = Plan(
     main=2,
     others=2,
@@ -48,7 +48,7 @@ _QUICK = Plan(
     cpu_tier_conversations=2.4,
     crowd=CrowdPlan(count=8, prompt_tokens=360, answer_tokens=160, answer_step=8),
 )
-#: For the real model, whose texts have fewer tokens than planned.
+#: The plan for the real model, whose texts have fewer tokens than planned.
 _CHAT = Plan(
     prompt_tokens=1900,
     answer_tokens=16,
@@ -111,7 +111,7 @@ def _make_model(console: Console, random: bool, build: Path) -> tuple[Path, Mode
 
 
 def _measure(console: Console, quick: bool, random: bool, build: Path, target: Path) -> Report:
-    """Run the steps listed in the module's docstring. target: directory of the pool."""
+    """Run the steps listed in the module's docstring. target: the pool's directory."""
     began = time.monotonic()
     model, shape = _make_model(console, random, build)
     if shape == smollm2.SHAPE:
@@ -123,7 +123,7 @@ def _measure(console: Console, quick: bool, random: bool, build: Path, target: P
         f"{format_bytes(shape.kv_bytes_per_token)} of KV cache per token"
     )
     plain = workload.server_spec(plan, model)
-    # A starting vLLM computes this many tokens, which takes long with a real model on two cores.
+    # vLLM computes this many tokens at its start, which takes long with a real model on two cores.
     plain = replace(plain, max_num_batched_tokens=plain.max_model_len)
     spec = replace(plain, offload=workload.offload_spec(plan, shape, target))
     runs = Runs(plan, shape, console)

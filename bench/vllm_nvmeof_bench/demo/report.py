@@ -4,13 +4,13 @@
     cold                first turns on the offloading server, which has nothing to load
     cpu_tier            later turns whose prompt was loaded mostly from pinned CPU memory
     pool                later turns whose prompt was loaded mostly from the pool's files
-    restart             each conversation's first turn after the server's restart
+    restart             each conversation's first turn after the server restarts
     preempted           resumes of preempted requests with offloading (`workload.resume_times_s`)
     preempted_recompute the same crowd's resumes without offloading
 
-`speedup` is a ratio of medians. For later turns, the numerator is the smaller median of cold first
-turns, with or without offloading; their prompts are slightly shorter. For `preempted`, the
-numerator is the median of `preempted_recompute`.
+`speedup` is a ratio of medians. For later turns, the numerator is the median of cold first turns,
+with or without offloading, whichever is smaller; their prompts are slightly shorter. For
+`preempted`, the numerator is the median of `preempted_recompute`.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from vllm_nvmeof_bench.results import SCHEMA
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.model import distinct_ratio
 
-#: The largest difference at which log-probabilities of a token on two servers count as equal.
-#: Another order of float32 sums changed them by up to 5e-5; KV of another token, by whole units.
+#: Up to this difference, a token's log-probabilities on two servers count as equal. A different
+#: order of float32 sums changed them by up to 5e-5; KV from another token, by whole units.
 LOGPROB_TOLERANCE = 1e-3
-#: The least speed-up of a later turn's TTFT over a cold first turn's.
+#: The minimum speed-up of a later turn's TTFT over that of a cold first turn.
 SPEEDUP_MIN = 3.0
-#: An answer with a smaller share of distinct 3-grams is a loop, which would hide wrong KV.
+#: An answer with a smaller share of distinct 3-grams counts as a loop, which would hide wrong KV.
 DISTINCT_RATIO_MIN = 0.5
 
 #: The case of cold first turns without offloading in the results file.
@@ -119,7 +119,7 @@ class Report:
         return out
 
     def comparison(self) -> Comparison:
-        """Compare the answers of both servers with offloading to those without."""
+        """Compare both offloading servers' answers with those of the server without offloading."""
         got = self.offloaded.answers() | self.restarted.answers()
         return compare(self.baseline.answers(), got)
 
@@ -250,7 +250,7 @@ def picture_of(data: Mapping[str, Any]) -> str:
     console.print(table)
     same = "as without offloading, token by token" if data["identical"] else "DIFFERENT"
     console.print(f"  {data['conditions']['answers_compared']} answers: {same}")
-    # A picture in a page must not load fonts from another site.
+    # An image in a page must not load fonts from another site.
     form = re.sub(r"@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
     return console.export_svg(
         title=f"make demo: {data['conditions']['model']['name']}", code_format=form

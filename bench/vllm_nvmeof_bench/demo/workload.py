@@ -2,15 +2,15 @@
 """The requests that each of the demo's servers receives, and the recorded results.
 
 A conversation opens with a long prompt; each later turn sends the conversation so far and a new
-question. Turns run one at a time between two readings of the server's counters, which thus give
-the sources of each turn's KV.
+question. Turns run one at a time. The server's counters are read before and after each turn, which
+shows where its KV came from.
 
 A crowd is many concurrent requests whose prompts fit into the GPU cache but whose answers do not,
-so that vLLM preempts some requests. A preempted request waits until another one finishes. The time
-from that moment to its next token, which `resume_times_s` finds, is one scheduling step plus
-loading or recomputing the KV.
+so that vLLM preempts some requests. A preempted request waits until another one finishes.
+`resume_times_s` finds the time from that moment to its next token: one scheduling step plus loading
+or recomputing the KV.
 
-The real model receives texts (`demo.chat`), the random model random tokens.
+The real model receives texts (`demo.chat`), the random model receives random tokens.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from vllm_nvmeof_offload.units import KIB, MIB
 
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _RESUMED = "vllm:nvmeof_resumed_tokens_total"
-#: A pause between two tokens is a preemption if another request received this many during it.
+#: A pause between two tokens is a preemption if another request received at least this many.
 _PREEMPTED_TOKENS_MIN = 8
-#: A request's tokens that arrive within this time were delivered late: a scheduling step is longer.
+#: A request's tokens that arrive less than this apart were delivered late: a step takes longer.
 _BURST_S = 0.005
 
 
@@ -65,9 +65,9 @@ class CrowdPlan:
 class Plan:
     """The sizes of the workload, in tokens and conversations.
 
-    main: conversations that return from the CPU tier, then from the pool. others: conversations
-    that evict the main ones, and then return from the pool too. cpu_tier_conversations: the number
-    that the CPU tier holds.
+    main: conversations whose KV is loaded from the CPU tier, then from the pool. others:
+    conversations that evict the main ones, and are then loaded from the pool too.
+    cpu_tier_conversations: the number of conversations that fit into the CPU tier.
     """
 
     seed: int = 7
@@ -158,7 +158,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class CrowdResult:
-    """A crowd's answers, preemptions, and resumes that a client can measure."""
+    """A crowd's answers, its preemptions, and the resumes that a client can measure."""
 
     answers: list[Answer] = field(default_factory=list)
     preemptions: int = 0
@@ -169,7 +169,7 @@ User: TypeAlias = Conversation | chat.Chat
 
 
 def conversations(plan: Plan, shape: ModelShape) -> tuple[list[User], list[User]]:
-    """Return new main and other conversations, equal on every call."""
+    """Return new main and other conversations, the same on every call."""
 
     def make(i: int) -> User:
         name = f"user {i + 1}"
@@ -244,7 +244,8 @@ class Runs:
         """Run a turn of each user in `turns`, then the crowd. settle: wait for all writes."""
         session = Session(startup_s=server.startup_s)
         async with Client(server.url) as client:
-            # Warm up: the first request is slower. It is shorter than a chunk, so it is not stored.
+            # Warm up: the first request is slower. It is shorter than a chunk, so its KV is not
+            # stored.
             rng = np.random.default_rng(self._plan.seed + 1)
             await client.complete(random_tokens(rng, 48, self._shape), 4)
             for one in turns:
@@ -349,12 +350,12 @@ async def _watch(client: Client, progress: Callable[[Metrics], None]) -> None:
 
 
 def resume_times_s(answers: Sequence[Answer]) -> list[float]:
-    """Return the seconds from free space to the next token, per preemption that a client can see.
+    """Return, per preemption that a client can see, the seconds from freed space to the next token.
 
     A request was preempted during a pause between two of its tokens if another request received at
     least `_PREEMPTED_TOKENS_MIN` tokens in that pause. Tokens less than `_BURST_S` apart count as
     one, because they arrive in bursts on a busy machine. The resume begins when the last request
-    that finished during the pause freed its space. Without such a request, or if it finished just
+    that finished during the pause freed its space. If there is no such request, or it finished just
     before the pause ended, the pause is excluded.
     """
     out: list[float] = []
@@ -379,7 +380,8 @@ def _arrivals(times: Sequence[float], left: float, right: float) -> int:
 
 _CHUNK_BYTES = 512 * KIB
 _POOL_BYTES_MIN = 512 * MIB
-#: Fifteen times the model for two cores, which a GPU would compute instantly, with the same KV.
+#: As much KV as the model for two cores, which a GPU would compute instantly, but 15 times the
+#: size.
 _ON_A_GPU = ModelShape(hidden=4096, intermediate=14336, heads=32)
 
 
@@ -389,7 +391,7 @@ def model_shape() -> ModelShape:
 
 
 def server_spec(plan: Plan, model: Path) -> ServerSpec:
-    """Return the spec of a server without offloading whose GPU cache holds `plan.gpu_tokens`."""
+    """Return the spec for a server without offloading whose GPU cache holds `plan.gpu_tokens`."""
     return ServerSpec(
         model=model,
         max_model_len=on_blocks(plan.conversation_tokens_max + 1),
@@ -402,7 +404,7 @@ def offload_spec(
     plan: Plan, shape: ModelShape, target: Path, chunk_bytes: int = _CHUNK_BYTES
 ) -> OffloadSpec:
     """Size the CPU tier to hold `plan.cpu_tier_conversations`, and the pool to hold everything.
-    target: directory of the pool. chunk_bytes: payload of a chunk, at least one block's."""
+    target: the pool's directory. chunk_bytes: a chunk's payload, at least that of one block."""
     chunk_bytes = max(chunk_bytes, BLOCK_TOKENS * shape.kv_bytes_per_token)
     chunk_tokens = chunk_bytes // shape.kv_bytes_per_token
     tokens = plan.cpu_tier_conversations * plan.conversation_tokens_max
