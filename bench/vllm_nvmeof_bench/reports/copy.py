@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench copy`: tables, and goals for medians over rounds. The worst size, count or
+"""The `bench copy` report: tables, and goals for medians over rounds. The worst size, count or
 direction decides."""
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Sample:
 
 _LARGE = 512 * KIB
 _SMALL = (16 * KIB, 64 * KIB)
-#: Launches are paced at the rate of a 100 Gbit/s link, which counts as reached at the minimum.
+#: Launches are paced at a 100 Gbit/s link's rate; at least the minimum counts as reaching it.
 _BESIDE_CRC = "bf16 matrix products beside CRC-32C at 12.5 GB/s / alone"
 _CRC_GB_PER_S_MIN = 12.4
-_Key = tuple[str, str, int, int]  # case, direction, bytes of a block, blocks
+_Key = tuple[str, str, int, int]  # case, direction, bytes per block, blocks
 
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal]:
@@ -97,7 +97,8 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
 
 
 def _beside_crc(samples: Sequence[Sample]) -> Figure | None:
-    """Return the best ratio of the product's rate during a fast enough launch to that alone."""
+    """Return a matrix product's best ratio of its rate during a fast enough launch to that
+    alone."""
     beside = select(samples, case="crc_beside")
     products = select(samples, case="crc_matrix")
     alone = median_of(products, "value", arm="alone")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of the demo's results, without the verdict of `vllm_nvmeof_bench.demo.report`."""
+"""The report on the demo's results, without the verdict of `vllm_nvmeof_bench.demo.report`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BASES = {
 
 @dataclass(frozen=True)
 class Sample:
-    """The time of a first token, or of a preempted request's resume."""
+    """The time to a first token, or of a preempted request's resume."""
 
     case: str
     seconds: float

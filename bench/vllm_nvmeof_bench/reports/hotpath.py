@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench hotpath`: stages, goals and tables. A total is the sum over stages within a
+"""The `bench hotpath` report: stages, goals and tables. A total is the sum over stages within a
 round that measured all of them; figures are medians over rounds."""
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vllm_nvmeof_bench.results import (
 OURS, VLLM = "ours", "vllm"
 SIDES = (OURS, VLLM)
 SCHEDULER, MODEL, PIPELINE = "scheduler", "model", "pipeline"
-#: The chunks of an op that measures the cost per op.
+#: The number of chunks in an op that measures the cost per op.
 ONE = 1
 
 
@@ -101,7 +101,7 @@ _TITLES = {
     "blocks": "vLLM's own work for a load",
     "start": "start with a full pool",
 }
-#: The stages of a load on the scheduler's thread without look-ups; vLLM's manager has no `find`.
+#: A load's stages on the scheduler's thread, except look-ups; vLLM's manager has no `find`.
 _PLANNED = ("find", "prepare", "pickle", "report")
 _STORED = tuple((case, stage) for case in ("store", "write") for stage in CASES[case])
 _MODEL_STAGES = tuple(name for name, stage in _LOAD.items() if stage.thread == MODEL)
@@ -115,7 +115,7 @@ class Sample:
 
     chunks: chunks per op; if `ONE`, us_per_chunk is the cost per op. us_per_chunk: CPU time of the
     thread. bytes_per_chunk: size of a pickled command, or resident memory of the index.
-    locked_us_per_chunk: CPU time with the interpreter lock on the pipeline's thread.
+    locked_us_per_chunk: CPU time for which the pipeline's thread holds the interpreter lock.
     """
 
     stage: str
@@ -161,7 +161,7 @@ def _total(
 
 
 def load_ratio(samples: Samples, chunks: int = _CHUNKS) -> Figure | None:
-    """Return the ratio of our load from the CPU tier to vLLM's, on the scheduler's thread."""
+    """Return our cost of a load from the CPU tier relative to vLLM's, on the scheduler's thread."""
     rounds = []
     for one in distinct(samples, "round"):
         some = select(samples, round=one)
@@ -173,7 +173,8 @@ def load_ratio(samples: Samples, chunks: int = _CHUNKS) -> Figure | None:
 
 
 def _growth(samples: Samples) -> Figure | None:
-    """Return the worst ratio of µs per chunk at 65,536 chunks to 8,192, for loads and stores."""
+    """Return the worst ratio of µs per chunk at 65,536 chunks to that at 8,192, for loads and
+    stores."""
 
     def ratio(case: str, parts: Parts) -> Figure | None:
         wanted = list(parts)
@@ -188,7 +189,7 @@ def _growth(samples: Samples) -> Figure | None:
 
 
 def _op(samples: Samples) -> Figure | None:
-    """Return the µs of the slowest kind of op with one chunk, over all threads."""
+    """Return the µs of the slowest kind of one-chunk op, summed over all threads."""
     without = ("look_up", "look_up_again")  # run per chunk, not per op
     loads = [name for name in _LOAD if name not in without]
     found = [_total(samples, case, loads, ONE) for case in ("cpu", "pool")]
@@ -196,7 +197,7 @@ def _op(samples: Samples) -> Figure | None:
 
 
 def _rate(samples: Samples, case: str) -> Figure | None:
-    """Return the thousands of chunks per second that the pipeline's thread can move."""
+    """Return how many thousand chunks per second the pipeline's thread can move."""
     chosen = select(samples, side=OURS, case=case, stage="pipeline", chunks=_CHUNKS)
     values = [one.us_per_chunk for one in chosen if one.us_per_chunk]
     return _figure([1000 / value for value in values])
@@ -216,7 +217,7 @@ def _bytes(samples: Samples) -> Figure | None:
 
 
 def _locked(samples: Samples) -> Figure | None:
-    """Return the ms for which a load holds the interpreter lock in the pipeline; the worst load."""
+    """Return the ms for which the worst load holds the interpreter lock in the pipeline."""
     wanted = {"side": OURS, "stage": "pipeline", "chunks": _CHUNKS}
     found = [
         _figure(
@@ -230,7 +231,7 @@ def _locked(samples: Samples) -> Figure | None:
 
 
 def _adoption(samples: Samples) -> Figure | None:
-    """Return adoption's µs per entry, which are seconds per million entries."""
+    """Return adoption's µs per entry, which equals seconds per million entries."""
     chosen = select(samples, case="start", side=OURS)
     sizes = {one.chunks for one in chosen if one.stage == "adopt_rank"}
     stages = parts_of("start", ("adopt_rank", "adopt_manager"))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench latency`: the second target relative to the first, and ours to fio."""
+"""The `bench latency` report: the second target relative to the first, and our engine to fio."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Point:
 
     @property
     def io_bytes(self) -> int:
-        """The size of fio's I/O: the payload for 4 KiB, otherwise a whole slot, as for ours."""
+        """The size of fio's I/O: the payload for 4 KiB, otherwise a whole slot, as in our arm."""
         if self.payload_bytes <= PAYLOAD_MIN:
             return self.payload_bytes
         return slot_stride_bytes(self.payload_bytes)
@@ -50,7 +50,8 @@ class Point:
 @dataclass(frozen=True)
 class Sample:
     """A target, arm, point and round, with latencies of its completed `operations`. p99_us: the
-    slowest of fewer than 100. cpu_s_per_gib: of all the arm's processes, per GiB of payload."""
+    slowest operation if there are fewer than 100. cpu_s_per_gib: of all the arm's processes, per
+    GiB of payload."""
 
     target: str
     arm: str
@@ -89,8 +90,8 @@ def added(
 
 
 def as_expected(samples: Sequence[Sample], point: Point) -> Paired | None:
-    """Return the ratio of our mean latency on the second target to the expected one, by round:
-    fio's there plus the latency that our engine adds to fio's on the first target."""
+    """Return the per-round ratio of our mean latency on the second target to the expected one:
+    fio's there plus what our engine adds to fio's on the first target."""
     before, after = distinct(samples, "target")[:2]
     rounds: dict[int, dict[tuple[str, str], float]] = {}
     for one in select(samples, point=point):

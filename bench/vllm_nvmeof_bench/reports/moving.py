@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench serve moving`: conversations that move to another server at each turn.
+"""The `bench serve moving` report: conversations that move to another server at each turn.
 
-TTFT and the share found exclude first turns, whose prompts are new. Their ratios compare the same
+TTFT and the share found exclude first turns, whose prompts are new. TTFT ratios compare the same
 turn of the same conversation in the same round. Throughput is the tokens of a whole round divided
 by the total time of its requests.
 """
@@ -76,7 +76,7 @@ def tokens_per_s(samples: Samples) -> float | None:
 
 
 def _paired(samples: Samples, arm: str, other: str, measure: str) -> list[tuple[float, float]]:
-    """Return (`arm`, `other`) pairs of a measure, by later turn of a conversation."""
+    """Return a measure's (`arm`, `other`) pairs, one per later turn of a conversation."""
     above, below = ({"arm": one} for one in (arm, other))
     pairs = results.paired(
         later(samples), measure, above, below, lambda one: (one.round, one.conversation, one.turn)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench peers`: loads over both links relative to one link, and to their sum."""
+"""The `bench peers` report: loads over both links, relative to one link and to their sum."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from vllm_nvmeof_bench.results import (
 )
 
 MB = 1_000_000
-#: The rates of unlimited links, which idle servers use.
+#: The rates in measurements of idle servers, whose links are unlimited.
 NO_LINKS = "0:0"
 LOAD, IDLE = "load", "idle"
 WITHOUT, ABSENT, BOTH, LANDING = "without", "absent", "both", "landing"
@@ -45,7 +45,7 @@ VLLM_P2P_MIN = 1.05
 
 def link_rates(rates: str) -> tuple[float, float]:
     """Parse rates such as `400:400`: MB/s of the server's own link and of the peer's. Raise
-    BenchError if the text has another form."""
+    BenchError if the text is malformed."""
     try:
         own, peer = map(float, rates.split(":"))
     except ValueError:
@@ -94,7 +94,7 @@ class Sample:
 
     @property
     def idle_percent(self) -> float:
-        """The CPU time of the busier process in per cent of one core."""
+        """The CPU time of the busier process as a percentage of one core."""
         return 100 * max(self.cpu_s, self.helper_cpu_s) / self.seconds
 
 
@@ -181,7 +181,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     ]
 
     def over(row: dict[str, str], beside: str) -> Paired | None:
-        """Return the ratio of the row's arm to `beside`; in vLLM's row, of ours to vLLM's."""
+        """Return the ratio of the row's arm to `beside`; in vLLM's row, that of ours to vLLM's."""
         place = row["rates"], row["transport"]
         if beside == VLLM_P2P:
             return ratio(samples, place, BOTH, beside) if row["arm"] == beside else None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench pool`: tables, and goals for ratios of medians over rounds.
+"""The `bench pool` report: tables, and goals for ratios of medians over rounds.
 
 The worst of a goal's block sizes decides and is named. "The best of fio, threads and ring" is the
 largest of their medians for that block size. A goal that lacks samples counts as not measured.
@@ -38,7 +38,8 @@ _LARGE = 512 * KIB
 @dataclass(frozen=True)
 class Sample:
     """One arm, case, block size and round; MiB and GiB count only payload. cpu_s_per_gib: None if
-    reads and writes share it inseparably. p50_us, p99_us: None if the arm reports no latency."""
+    it cannot be split between reads and writes. p50_us, p99_us: None if the arm reports no
+    latency."""
 
     arm: str
     case: str
@@ -86,7 +87,7 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
 
 
 def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[results.Goal]:
-    """Return the goals of our arm relative to its rivals."""
+    """Return the goals for our arm relative to its rivals."""
 
     def ratio(
         case: str, block: int = 2 * MIB, measure: str = _RATE, rival: str = _FS, base: str = ""

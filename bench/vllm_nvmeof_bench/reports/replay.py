@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench replay`: each arm's completed requests, TTFT and hits."""
+"""The `bench replay` report: each arm's completed requests, TTFT and hits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"
 @dataclass(frozen=True)
 class Sample:
     """One request. at_s: seconds from the first user's arrival to sending. ttft_s, end_s: seconds
-    since sending; ttft_s None: no token. ended: `whole`, `failed`, or `cut` at the end of the run.
-    why: the reason for a failure."""
+    since sending; ttft_s is None without a token. ended: `whole`, `failed`, or `cut` at the end of
+    the run. why: the reason for a failure."""
 
     arm: str
     session: str
@@ -64,7 +64,7 @@ def summary_of(samples: Sequence[Sample], arm: str) -> dict[str, float]:
 
 
 def ratio(samples: Sequence[Sample], name: str, arm: str, other: str) -> list[float]:
-    """Return the ratios of `arm` to `other` of a figure of `summary_of`, paired by round."""
+    """Return the per-round ratios of `arm` to `other` for one of the figures in `summary_of`."""
     found = []
     for number in sorted(set(distinct(samples, "round"))):
         part = select(samples, round=number)
@@ -135,9 +135,9 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
             yield f"{arm}: {len(failed)} requests failed, the first with: {failed[0].why}"
 
 
-#: Compared arms: with and without pool, and ours and vLLM's tiering with as much memory.
+#: Compared arms: with and without a pool, and ours and vLLM's tiering with equal memory.
 _PAIRS = (("pool", "third"), ("pool", "peer"))
-#: Title, figure of `summary_of`, and whether less is better.
+#: Title, name of a figure in `summary_of`, and whether less is better.
 _COMPARED = (
     ("completed", "completed", False),
     ("TTFT average", "ttft_mean_s", True),

@@ -22,8 +22,8 @@ from vllm_nvmeof_bench.report import (
 )
 from vllm_nvmeof_bench.results import distinct, mean, paired, select, spread_of
 
-#: (our arm, its rival): vLLM's with as much CPU memory and the same storage, or ours on faster
-#: storage. On a GPU, ours can name a copy backend.
+#: (our arm, its rival): vLLM's with the same CPU memory and storage, or ours on faster storage. On
+#: a GPU, our arm's name can include a copy backend.
 _RIVALS = (
     *((ours, "peer_full") for ours in ("full", "full:dma", "full:kernel")),
     *((ours, "peer") for ours in ("pool", "pool:dma")),
@@ -63,7 +63,7 @@ class TtftSample:
 @dataclass(frozen=True)
 class HitSample:
     """One batch. seconds: from the first request to the last token. Token counts are sums over the
-    batch; gpu to other: of prompts, by where tokens were found. ttft_s: median. same: number of
+    batch; gpu to other: prompt tokens by where they were found. ttft_s: median. same: number of
     answers equal to the first arm's, among those compared. cpu_s: CPU seconds of the server; None
     if it was not started here."""
 
@@ -86,15 +86,15 @@ class HitSample:
 
     @property
     def tokens_per_s(self) -> float:
-        """The tokens of prompts, computed or loaded, and of answers per second."""
+        """Prompt tokens, computed or loaded, and answer tokens per second."""
         return (self.prompt_tokens + self.answer_tokens) / self.seconds
 
 
 @dataclass(frozen=True)
 class TurnSample:
     """One turn of one conversation. start_s: seconds from the measurement's start to sending.
-    digest: a hash of the answer, to compare arms. gpu to other: hits of the whole measurement in
-    the first turn of its first conversation; 0 in all other turns."""
+    digest: a hash of the answer, to compare arms. gpu to other: the whole measurement's hits,
+    stored in the first turn of its first conversation; 0 in all other turns."""
 
     arm: str
     concurrency: int
@@ -131,8 +131,8 @@ def found_in(samples: Sequence[Any]) -> tuple[float, ...]:
 def ratio_of_ttft(
     samples: Sequence[Any], arm: str, length: int | None = None, other: str | None = None
 ) -> list[float]:
-    """Return the ratios of TTFT computed to TTFT returning on `arm`, paired by prompt; with
-    `other`, those of TTFT returning on `arm` to that on `other`. length: of prompts; None: all."""
+    """Return ratios of TTFT, paired by prompt: "cold" on `arm` to "back" on `arm` or, with `other`,
+    "back" on `arm` to "back" on `other`. length: the prompts' length; None: all."""
     below: dict[str, object] = {"arm": other or arm, "phase": "back", "length": length}
     above = {**below, "arm": arm, "phase": "back" if other else "cold"}
     pairs = paired(samples, "ttft_s", above, below, lambda one: (one.length, one.round))
@@ -185,7 +185,7 @@ def turns_of(samples: Sequence[Any], arm: str, concurrency: int) -> Turns:
 def ratio_of_turns(
     samples: Sequence[Any], arm: str, other: str, concurrency: int, name: str = "tokens_per_s"
 ) -> list[float]:
-    """Return the ratios of `arm` to `other` of a figure of `Turns`, paired by round."""
+    """Return the per-round ratios of `arm` to `other` for one of the figures in `Turns`."""
     found = []
     for index in _levels(samples, "round"):
         part = select(samples, round=index)

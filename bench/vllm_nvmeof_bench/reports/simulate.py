@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench simulate`: hit rates by size and policy."""
+"""The `bench simulate` report: hit rates by size and policy."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from vllm_nvmeof_offload.units import GIB
 @dataclass(frozen=True)
 class Sample:
     """One simulated run. sweep: `pool`, `cpu` or `writes`. Integers count tokens, except for the
-    threshold. stored, written: in the CPU tier, and to the pool. stranded: share of the chunks left
-    in the tiers that cannot be found because their predecessor is in no tier."""
+    threshold. stored: in the CPU tier. written: to the pool. stranded: share of the chunks left in
+    the tiers that cannot be found because their predecessor is in no tier."""
 
     sweep: str
     policy: str

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of `bench serve stall`: a sample's longest gap between two tokens of a request, as the
-client sees it. Figures are medians over rounds."""
+"""The `bench serve stall` report: a sample's longest gap between two tokens of a request, as
+seen by the client. Figures are medians over rounds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vllm_nvmeof_bench.report import Column, Report, Table, by, compared, median
 from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select
 
 ALONE, IN_GPU, BACK = "alone", "in_gpu", "back"
-#: Only decoding; a prompt returns that is still in GPU memory; a prompt returns that is not.
+#: Only decoding; a prompt is sent again while it is in GPU memory; and while it is not.
 PHASES = {ALONE: "alone", IN_GPU: "prompt in GPU memory", BACK: "prompt lost there"}
-#: Our arm, and vLLM's tiering with as much CPU memory; both CPU tiers hold the prompt.
+#: Our arm, and vLLM's tiering with equal CPU memory; both CPU tiers hold the prompt.
 _OURS, _THEIRS = "full", "peer_full"
 _CHUNKS_MIN = 3000
 #: Our arms to which `_STEPS_MAX` applies → the source of the prompt's KV.
@@ -34,9 +34,9 @@ class Sample:
     """One phase of one round of one arm.
 
     gaps_ms: each decoding request's longest gap. tokens: number received by all these requests in
-    `seconds`. ttft_s: TTFT of the returning prompt. gpu to other: its tokens by where they were
-    found, as in `Hits`; gpu includes prompts of restarted requests. same: whether its answer equals
-    the first one; None: no prompt returned. restarts: number of finished requests sent again.
+    `seconds`. ttft_s: TTFT of the prompt that is sent again. gpu to other: its tokens by where they
+    were found, as in `Hits`; gpu includes restarted requests' prompts. same: whether its answer
+    equals the first one; None: no prompt was sent. restarts: finished requests sent again.
     """
 
     arm: str
@@ -96,7 +96,8 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
 
 def _added_ms(samples: Samples, arm: str) -> float | None:
-    """Return the ms that a load adds to the longest gap with a prompt that needs no load."""
+    """Return the ms that a load adds to the longest gap, relative to a prompt that needs no
+    load."""
     with_load, without = (
         median_of(samples, "gap_ms", arm=arm, phase=phase) for phase in (BACK, IN_GPU)
     )
