@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The servers that a benchmark compares, and its run on them.
+"""The servers that a benchmark compares, and the benchmark's run on them.
 
-A server is an arm of `ARMS` to start, or is already running and given by URL. `target` and
+A server is started here, as an arm in `ARMS`, or is already running and given by URL. `target` and
 `peer_target` use a stand-in for an NVMe-oF target: a throttled directory on the local disk. Both
-arms of a pair (`full` and `peer_full`, `pool` and `peer`, `target` and `peer_target`) have as much
-CPU memory and equal chunks, and store the same tokens. Our arms can name a copy backend, as in
+arms of a pair (`full` and `peer_full`, `pool` and `peer`, `target` and `peer_target`) have the same
+CPU memory and chunk size, and store the same tokens. Our arms can name a copy backend, as in
 full:dma or full:kernel.
 """
 
@@ -53,7 +53,7 @@ _SMALL = ModelShape(layers=4, hidden=256, intermediate=1024, heads=2, kv_heads=2
 _LARGE = ModelShape(
     layers=8, hidden=2048, intermediate=7168, heads=16, kv_heads=4, positions_max=131_072
 )
-#: A model of which two cores compute about 3,000 tokens/s.
+#: A model with which two cores compute about 3,000 tokens/s.
 _MEDIUM = ModelShape(layers=4, hidden=512, intermediate=2048, heads=4, kv_heads=2)
 _BYTES = {"float32": 4, "bfloat16": 2}
 _RANDOM, _REAL = "random", "smollm2"
@@ -74,11 +74,11 @@ PEER_NOTE = (
 
 @dataclass(frozen=True)
 class Arm:
-    """One server. about: a description. tier: the CPU tier holds "all", a "third" or "none".
+    """One server. about: a description. tier: what the CPU tier holds: "all", a "third" or "none".
 
     url: URL of a running server, about which nothing else is known. copy_backend: for our arms on a
-    GPU, "dma" or "kernel"; empty: chosen by calibration. place: name of the directory of its pool
-    or files, if other than the arm's name: arms may share one. peer: vLLM's tiering. lifeboat: with
+    GPU, "dma" or "kernel"; empty: chosen by calibration. place: name of the directory for its pool
+    or files, if not the arm's name: arms may share one. peer: use vLLM's tiering. lifeboat: use
     Lifeboat's tier below it instead of vLLM's fs tier; lifeboatcache must be installed.
     """
 
@@ -126,7 +126,7 @@ def arms_option(*default: str) -> Any:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Settings of the servers, which all benchmarks of whole servers share."""
+    """Server settings that all benchmarks of whole servers share."""
 
     arms: tuple[str, ...] = arms_option("none", "full", "pool", "peer_full", "peer")
     base_urls: tuple[str, ...] = option(
@@ -163,7 +163,7 @@ class ServerSettings:
         return arms_of(self.arms, self.base_urls)
 
     def sizes_of(self, working: int, request_max: int, gpu: int, **more: Any) -> Sizes:
-        """Return the sizes of the servers to start, in tokens. more: fields of `Sizes`."""
+        """Return sizes for the servers to start, in tokens. more: fields of `Sizes`."""
         if self.model in _SHAPES:
             more |= {"shape": _SHAPES[self.model], "dtype": "float32"}
         elif self.model != _RANDOM:
@@ -262,7 +262,7 @@ class Sizes:
         return self.working_tokens // 3 if self.third_tokens is None else self.third_tokens
 
     def staging_bytes(self, tier: str) -> int:
-        """Return the bytes of pinned memory with stream slots; a peer gets as many."""
+        """Return the bytes of pinned memory, including stream slots; a peer gets the same."""
         slots = self.slots(self.tokens_of(tier)) + STREAM_SLOTS
         return slots * slot_stride_bytes(self.chunk_bytes)
 
@@ -277,7 +277,7 @@ def engine_id(name: str) -> str:
 
 
 def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
-    """Return an arm's offloading, if any. place: directory of its pool or files."""
+    """Return an arm's offloading settings, if any. place: directory for its pool or files."""
     if arm.tier == "none":
         return None
     if arm.peer:
@@ -357,7 +357,7 @@ def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
 #: Servers to start concurrently: one per four cores, but at least two.
 _AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
 _MB = 1_000_000
-#: Ordinary token IDs in nearly all models' vocabularies.
+#: Token IDs that are ordinary tokens in nearly all models' vocabularies.
 _REMOTE_TOKENS = Tokens(1000, 30000)
 
 
@@ -521,8 +521,8 @@ def _made(sizes: Sizes) -> Path:
 
 
 def command(name: str, text: str, kind: type[Any]) -> Command:
-    """Return a command that measures servers. text: the help text. kind: the class of settings,
-    with the methods `sizes` and `measure`."""
+    """Return a command that measures servers. text: the help text. kind: the settings class, with
+    the methods `sizes` and `measure`."""
 
     def start(settings: Any, json_path: Path) -> None:
         run(name, settings, settings.sizes(), settings.measure, json_path)

@@ -7,11 +7,11 @@ prefix cache. Each round has separate prompts, one per length, so that a CPU tie
 of all prompts has evicted those that return. With `restart`, the servers restart between phases.
 
 hits: every arm first receives the prompts that return later and completes its writes. This is
-repeated on all arms while a CPU tier has no room for some chunks. A measurement empties the GPU's
-prefix cache and sends `count` prompts at once. At a hit rate of 50 %, half of the prompts were sent
-before; the others are new to every server. With `drive`, two more arms measure the least time for
-the returning bytes at the start of each round: `drive` reads as many from the disk past the page
-cache, and `stand_in` does so under the throttle of a stand-in, if any.
+repeated on all arms as long as any CPU tier has no room for some chunks. A measurement empties the
+GPU's prefix cache and sends `count` prompts at once. At a hit rate of 50 %, half of the prompts
+were sent before; the others are new to every server. With `drive`, two more arms measure the
+minimum time to read the returning bytes, at the start of each round: `drive` reads as many bytes
+from the disk, bypassing the page cache, and `stand_in` does so under a stand-in's throttle, if any.
 
 turns: at concurrency C there are C conversations. A turn is sent with the whole conversation so far
 as soon as the previous answer is complete, as in the OpenFlex Data24 table. All arms receive the
@@ -78,7 +78,7 @@ def _interleaved(
 
 @dataclass(frozen=True)
 class TtftSettings(ServerSettings):
-    """Settings of `bench serve ttft`."""
+    """Settings for `bench serve ttft`."""
 
     lengths: tuple[int, ...] = option((256, 1024, 4096), "Prompt lengths in tokens.")
     rounds: int = option(3, "Rounds, with the arms interleaved.", min=1)
@@ -89,7 +89,7 @@ class TtftSettings(ServerSettings):
         check_positive(self, "lengths", "rounds")
 
     def sizes(self) -> Sizes:
-        """Return the sizes of servers to start."""
+        """Return sizes for the servers to start."""
         longest = max(self.lengths) + _TTFT_ANSWER_TOKENS
         return self.sizes_of(
             self.rounds * sum(length + _TTFT_ANSWER_TOKENS for length in self.lengths),
@@ -147,13 +147,13 @@ async def _ask(client: Client, prompt: list[int]) -> tuple[Answer, Hits]:
 
 
 _Batch = list[tuple[str, list[int]]]  # (name, prompt)
-#: The limit of how often each server receives the prompts that return later.
+#: The maximum number of times that each server receives the prompts that return later.
 _STORES_MAX = 16
 
 
 @dataclass(frozen=True)
 class HitSettings(ServerSettings):
-    """Settings of `bench serve hits`."""
+    """Settings for `bench serve hits`."""
 
     rates: tuple[int, ...] = option((0, 25, 50, 75, 100), "Shares of returning prompts in %.")
     count: int = option(32, "Concurrent prompts.", min=1)
@@ -169,7 +169,7 @@ class HitSettings(ServerSettings):
         check_positive(self, "count", "prompt_tokens", "answer_tokens", "rounds")
 
     def sizes(self) -> Sizes:
-        """Return the sizes of servers to start. The GPU cache holds all concurrent requests; a
+        """Return sizes for the servers to start. The GPU cache holds all concurrent requests; a
         CPU tier that holds a third has room for a third of the returning prompts."""
         one = self.prompt_tokens + self.answer_tokens
         fresh = sum(self.count - round(self.count * rate / 100) for rate in self.rates)
@@ -227,7 +227,7 @@ class HitSettings(ServerSettings):
         return first
 
     def _least(self) -> Generator[list[HitSample]]:
-        """Measure the least time for the bytes of all returning prompts, repeatedly."""
+        """Measure the minimum time to read the bytes of all returning prompts, repeatedly."""
         tokens = self.count * self.prompt_tokens
         count = tokens * self.sizes().kv_bytes_per_token
         is_throttled = any(arm.throttled for arm in self.servers())
@@ -293,8 +293,9 @@ _PIECE_BYTES, _READERS = 2 * MIB, 8
 def read_times(
     directory: Path, count: int, rates: Sequence[int | None] = (None,)
 ) -> Generator[list[float]]:
-    """Read about `count` bytes past the page cache once per rate, and yield the seconds, endlessly.
-    rates: limits of this process in bytes/s; None: no limit. Close the generator at the end."""
+    """Read about `count` bytes, bypassing the page cache, once per rate, and yield the seconds,
+    endlessly. rates: this process's limits in bytes/s; None: no limit. Close the generator at the
+    end."""
     pieces = max(1, count // _PIECE_BYTES)
     with tempfile.NamedTemporaryFile(dir=directory) as file:
         for _ in range(pieces):
@@ -349,7 +350,7 @@ def prompts_of(settings: HitSettings, tokens: Tokens, rate: int, number: int) ->
 
 @dataclass(frozen=True)
 class TurnSettings(ServerSettings):
-    """Settings of `bench serve turns`."""
+    """Settings for `bench serve turns`."""
 
     arms: tuple[str, ...] = arms_option("none", "pool", "target", "peer", "peer_target")
     concurrency: tuple[int, ...] = option((4, 8, 16), "Concurrent conversations.")
@@ -365,7 +366,7 @@ class TurnSettings(ServerSettings):
         check_positive(self, "answer_tokens", "rounds")
 
     def sizes(self) -> Sizes:
-        """Return the sizes of servers to start, for the highest concurrency."""
+        """Return sizes for the servers to start, for the highest concurrency."""
         growth = (self.turns - 1) * self.grow_tokens
         one = self.first_tokens + growth + self.turns * self.answer_tokens
         return self.sizes_of(

@@ -40,7 +40,8 @@ _MEASUREMENTS = 2
 
 
 class _Routing(NamedTuple):
-    """The routing of turns. servers: their kind. moves: whether conversations change servers."""
+    """The routing of turns. servers: kind of servers. moves: whether conversations change
+    servers."""
 
     servers: str
     moves: bool
@@ -77,7 +78,7 @@ class _Conversation:
 
 @dataclass(frozen=True)
 class Settings(ServerSettings):
-    """Settings of the run."""
+    """Settings for the run."""
 
     arms: tuple[str, ...] = option((OURS, STICKY, PEER), f"Arms: {','.join(_ROUTINGS)}.")
     conversations: int = option(4, "Number of conversations.", min=1)
@@ -112,7 +113,7 @@ class Settings(ServerSettings):
         ]
 
     def sizes(self) -> Sizes:
-        """Return the sizes of servers to start. GPU memory holds one request."""
+        """Return sizes for the servers to start. GPU memory holds one request."""
         one = self.first_tokens + (self.turns - 1) * self.grow_tokens
         one += self.turns * self.answer_tokens
         every = self.conversations * one

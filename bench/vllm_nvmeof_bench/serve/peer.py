@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""vLLM's own tiering on vLLM's CPU engine, which it refuses, for benchmarks.
+"""vLLM's own tiering, adapted for benchmarks on vLLM's CPU engine, which it otherwise refuses.
 
 vLLM's spec requires a GPU only because its worker copies with CUDA streams. The subclass here has a
 worker that copies between host buffers, with the same thread and memmove as our arms. The manager,
@@ -84,7 +84,7 @@ class HostCopyWorker(OffloadingWorker):
         self._jobs[ticket] = (job, int(pieces[:, 2].sum()), time.monotonic())
 
     def _pieces(self, gpu: GPULoadStoreSpec, chunks: Any) -> Descriptors:
-        """Return the descriptors of a job; blocks and chunks are in the order of groups."""
+        """Return a job's descriptors; blocks and chunks are in group order."""
         found: list[Descriptors] = []
         block = chunk = 0
         for one, count, index in zip(self._groups, gpu.group_sizes, gpu.block_indices, strict=True):

@@ -15,7 +15,7 @@ prompt is sent again, and gaps between tokens count until the prompt's first tok
 If the server computes the prompt instead of loading it, a request can finish before the prompt's
 first token. It is then sent again, and generates the same chunks. The sample counts the restart,
 but the time in between is not a gap. Requests decode different numbers of tokens, so that they do
-not restart together.
+not all restart at once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from vllm_nvmeof_bench.servers.server import BLOCK_TOKENS, on_blocks
 from vllm_nvmeof_bench.settings import check_positive, option
 
 _ANSWER_TOKENS = 4
-#: The most tokens of a decoding request, which is then sent again.
+#: The maximum number of tokens that a decoding request generates before it is sent again.
 _DECODED_MAX = 4096
 _STARTED_TOKENS = 8
 _START_S_MAX = 120.0
@@ -53,7 +53,7 @@ _SHAPE = ModelShape(
 
 @dataclass(frozen=True)
 class Settings(ServerSettings):
-    """Settings of the run. decode_prompt_tokens: prompt length of decoding requests."""
+    """Settings for the run. decode_prompt_tokens: the prompt length of the decoding requests."""
 
     arms: tuple[str, ...] = arms_option("none", "full", "pool", "peer_full")
     chunks: int = option(3072, "Chunks of 32 tokens in the returning prompt.", min=1)
@@ -73,7 +73,7 @@ class Settings(ServerSettings):
         return self.chunks * BLOCK_TOKENS + 1
 
     def sizes(self) -> Sizes:
-        """Return the sizes of servers to start. The GPU cache holds all concurrent requests; a CPU
+        """Return sizes for the servers to start. The GPU cache holds all concurrent requests; a CPU
         tier that holds all also has room for generated tokens."""
         decoded = self.decoding * on_blocks(self.decode_prompt_tokens + _DECODED_MAX + 1)
         prompt = on_blocks(self.prompt_tokens + _ANSWER_TOKENS + 1)
@@ -118,8 +118,8 @@ class Settings(ServerSettings):
 
 @dataclass(frozen=True)
 class Window:
-    """The decoding requests' answers in a period. asked: each request's answers in order, more than
-    one if it was sent again."""
+    """The decoding requests' answers during a period. asked: each request's answers in order; there
+    are several if the request was sent again."""
 
     asked: Sequence[Sequence[Answer]]
     begin: float
@@ -149,8 +149,8 @@ class Window:
         return ended.times[-1] <= self.end and (not again.times or again.times[0] >= self.begin)
 
     def _longest(self, times: Sequence[float]) -> float:
-        """Return the longest gap that ends in the window or, if the prompt was sent, begins in it:
-        tokens that the prompt delays can arrive after the prompt's first token."""
+        """Return the longest gap that ends in the window or, if the prompt was sent, begins in it,
+        because tokens that the prompt delays can arrive after the prompt's first token."""
         last = self.end if self.answer is None else math.inf
         pairs = itertools.pairwise(times)
         found = [b - a for a, b in pairs if self.begin <= b <= last and a <= self.end]
@@ -159,8 +159,8 @@ class Window:
 
 @dataclass
 class Watched:
-    """Decoding requests on a server, and the returning prompt. Each request decodes from half of
-    `tokens_max` tokens to all of them, and is then sent again."""
+    """Decoding requests on a server, and the returning prompt. Each request decodes between half of
+    `tokens_max` and `tokens_max` tokens, and is then sent again."""
 
     client: Client
     phase: str
