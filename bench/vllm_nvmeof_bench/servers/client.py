@@ -28,7 +28,7 @@ from vllm_nvmeof_offload.errors import OffloadError
 Message: TypeAlias = dict[str, str]
 
 _CONNECTIONS_MAX = 256
-#: vLLM's server closes an idle connection after 5 s, and can lose a request that arrives then.
+#: vLLM's server closes an idle connection after 5 s, and can lose a request that arrives just then.
 _IDLE_S_MAX = 2.0
 #: A prompt too short to be stored, sent to make vLLM update its counters.
 NUDGE = (5, 6, 7)
@@ -45,7 +45,7 @@ WRITTEN = (
     "vllm:nvmeof_target_written_bytes_total",
     "vllm:kv_offload_tiering_write_bytes_total",
 )
-#: Gauges of work that continues after the last answer: those of ours, and of vLLM's tiering.
+#: Gauges of work that continues after the last answer: ours, and those of vLLM's tiering.
 _BUSY = (
     "vllm:nvmeof_writes_pending",
     "vllm:kv_offload_tiering_active_cascade_jobs",
@@ -54,7 +54,7 @@ _BUSY = (
 
 
 class ClientError(OffloadError):
-    """An error in a request that the server refused, or whose answer is incomplete."""
+    """An error for a request that the server refused, or whose answer is incomplete."""
 
 
 @dataclass
@@ -116,7 +116,7 @@ class Tokens:
 
     @classmethod
     def parse(cls, text: str) -> Tokens:
-        """Parse LOW:HIGH; raise BenchError if the text has another form."""
+        """Parse LOW:HIGH; raise BenchError if the text is malformed."""
         low, _, high = text.partition(":")
         try:
             return cls(int(low), int(high))
@@ -130,11 +130,11 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Hits:
-    """Prompt tokens by where their KV was found: counters, or differences of two readings.
+    """Prompt tokens by where their KV was found: counters, or differences between two readings.
 
     pool: with vLLM's tiering, its second tier, from which it read `tier_read_bytes`. other: found
-    in an unreported place outside the GPU. shared: the part of `other` found in the pools of other
-    servers of ours.
+    in an unreported location outside the GPU. shared: the part of `other` found in the pools of our
+    other servers.
     """
 
     prompt: int = 0
@@ -246,8 +246,9 @@ class Client:
     async def chat(
         self, messages: Sequence[Message], max_tokens: int, *, whole: bool = False
     ) -> Answer:
-        """Stream a greedy answer of at most `max_tokens` tokens, which continues an assistant's
-        last message. whole: generate exactly `max_tokens`, ignoring the model's end token.
+        """Stream a greedy answer of at most `max_tokens` tokens. If the last message is an
+        assistant's, the answer continues it. whole: generate exactly `max_tokens`, ignoring the
+        model's end token.
 
         Raises: ClientError: the server refused the request, or the answer is empty or too short.
         """
@@ -331,11 +332,11 @@ class Client:
         answer.ended = time.perf_counter()
 
     async def metrics(self) -> Metrics:
-        """Return the metrics of `/metrics`."""
+        """Return the metrics from `/metrics`."""
         return Metrics((await self._http.get("/metrics")).raise_for_status().text)
 
     async def counted(self) -> Metrics:
-        """Return up-to-date metrics, after a short request; empty without `/metrics`."""
+        """Send a short request, and return up-to-date metrics; empty without `/metrics`."""
         await self.attempt(NUDGE, 1)
         try:
             return await self.metrics()
@@ -358,7 +359,7 @@ class Client:
         return Hits.of(await self.counted())
 
     async def forget_gpu(self) -> bool:
-        """Empty the GPU's prefix cache, not the offloaded KV; return False if it is unsupported.
+        """Empty the GPU's prefix cache, but not offloaded KV; return False if this is unsupported.
 
         vLLM supports this with VLLM_SERVER_DEV_MODE=1, and refuses while blocks are in use. Raises
         BenchError if it refuses for a minute.

@@ -18,7 +18,7 @@ _FREE_AT_START = 0.1
 
 
 def has_cpu_engine() -> bool:
-    """Return whether the installed vLLM is a CPU build, by its version, as vLLM does."""
+    """Return whether the installed vLLM is a CPU build, judging by its version, as vLLM does."""
     try:
         return "cpu" in metadata.version("vllm")
     except metadata.PackageNotFoundError:
@@ -30,7 +30,7 @@ def engine_memory() -> dict[str, int | float]:
 
     With `kv_cache_memory_bytes`, vLLM does not measure the available memory, which takes seconds
     and fails if another process frees memory on the same GPU meanwhile. The caller must set the
-    number of GPU blocks. `gpu_memory_utilization` is the memory that must be free at the start.
+    number of GPU blocks. `gpu_memory_utilization` is the share that must be free at the start.
     """
     if has_cpu_engine():
         return {}

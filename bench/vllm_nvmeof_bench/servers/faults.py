@@ -115,7 +115,7 @@ def _op_of(one: LaneOp) -> IoOp:
 @dataclass(slots=True)
 class _Knob:
     value: bool | int | float
-    left: int  # strikes left of a whole number
+    left: int  # strikes left, if the value is a whole number
 
 
 class FaultPlan:
@@ -140,7 +140,7 @@ class FaultPlan:
         self.refresh()
 
     def set(self, **knobs: object) -> None:
-        """Change the given knobs, without a new seed. Raises as the constructor does."""
+        """Change the given knobs without reseeding. Raises as the constructor does."""
         self._knobs.update(_checked(knobs))
 
     def _start(self, knobs: dict[str, object], seed: int) -> None:

@@ -2,7 +2,7 @@
 """A `vllm serve` that is forked from a process that has already imported vLLM (`zygote.py`).
 
 Like every `Server`, it is a separate process with its own log. All servers of a zygote share the
-seed of string hashes, so a test of a restart with another seed must not use it.
+seed of string hashes, so a test of a restart with a different seed must not use one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.server import Server, ServerSpec
 from vllm_nvmeof_offload.config import EXPERIMENT
 
-#: Prefixes of variables that a server first reads when it starts: they can differ per fork.
+#: Prefixes of variables that a server first reads when it starts, so that they can differ per fork.
 _READ_LATE = ("VLLM_SERVER_DEV_MODE", "VLLM_NIXL_", "UCX_", EXPERIMENT)
 _START_S = 120.0
 #: Arguments with which vLLM can start several API servers. These cannot be forked, because their
@@ -40,7 +40,7 @@ def can_be_forked(spec: ServerSpec) -> bool:
 
 
 def start(spec: ServerSpec, log_path: Path) -> Server:
-    """Start a server, if possible as a fork, which need not import vLLM."""
+    """Start a server, if possible as a fork, which does not have to import vLLM."""
     return (ForkedServer if can_be_forked(spec) else Server)(spec, log_path)
 
 
@@ -51,7 +51,7 @@ def import_vllm(spec: ServerSpec) -> None:
 
 
 def _zygote_of(spec: ServerSpec) -> tuple[_Zygote, dict[str, str]]:
-    """Return the zygote of a server, and the variables to set in the fork."""
+    """Return the zygote for a server, and the variables to set in the fork."""
     # pytest writes the current test's name into a variable.
     variables = {k: v for k, v in spec.environment().items() if not k.startswith("PYTEST_")}
     late = {name: variables.pop(name) for name in [*variables] if name.startswith(_READ_LATE)}
@@ -59,7 +59,7 @@ def _zygote_of(spec: ServerSpec) -> tuple[_Zygote, dict[str, str]]:
 
 
 class ForkedServer(Server):
-    """A server forked from a zygote, which a failed start does not affect."""
+    """A server forked from a zygote. A failed start does not affect the zygote."""
 
     def _launch(self) -> subprocess.Popen[bytes]:
         zygote, late = _zygote_of(self.spec)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A `vllm` that forks its engines and workers, as vLLM does by default with a GPU.
 
-On the CPU, vLLM spawns engine and worker, and both import vLLM again, which takes 12 s of one core
-each. `make demo-dual` and the end-to-end tests start many servers with this module; `make demo`,
-the examples and the tests of the wheel start vLLM unchanged.
+On the CPU, vLLM spawns the engine and the worker, and each imports vLLM again, which takes 12 s on
+one core. `make demo-dual` and the end-to-end tests start many servers with this module; `make
+demo`, the examples and the tests of the wheel start vLLM unchanged.
 """
 
 from __future__ import annotations

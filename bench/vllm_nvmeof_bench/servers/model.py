@@ -59,7 +59,7 @@ class ModelShape:
 
     @property
     def groups(self) -> int:
-        """The number of KV cache groups, which have equally many layers."""
+        """The number of KV cache groups, which all have the same number of layers."""
         return 1
 
     @property
@@ -90,7 +90,7 @@ def make_model(root: Path, shape: ModelShape | None = None) -> Path:
     (partial / "generation_config.json").write_text(json.dumps({"do_sample": False}))
     try:
         partial.rename(directory)
-    except OSError:  # another process has created the same model
+    except OSError:  # another process created the same model
         shutil.rmtree(partial)
         if not (directory / "config.json").exists():
             raise
@@ -202,7 +202,7 @@ def write_tokenizer(directory: Path, shape: ModelShape) -> None:
     (directory / "tokenizer_config.json").write_text(json.dumps(config, indent=1))
 
 
-# Random models whose layers do not all have full attention, made by the classes of `transformers`.
+# Random models whose layers do not all have full attention, made by `transformers` classes.
 #
 # Weights are drawn as above: attention is peaked, so that the answer depends on the whole
 # context and a wrong KV byte changes it.
@@ -229,7 +229,7 @@ class HybridShape(ModelShape):
 
     @property
     def groups(self) -> int:
-        """The number of KV cache groups; vLLM's groups are as large as that of full attention."""
+        """The number of KV cache groups; each has as many layers as the full-attention group."""
         layers = _LAYERS[self.kind]
         return len(layers) // layers.count("full_attention")
 
@@ -241,7 +241,7 @@ class HybridShape(ModelShape):
             return int(_model(self.config()).num_parameters())
 
     def config(self) -> Any:
-        """Return the model's configuration, of a class of `transformers`."""
+        """Return the model's configuration, an instance of a `transformers` class."""
         from transformers import Gemma3TextConfig, Lfm2Config
 
         sizes: dict[str, Any] = {
@@ -295,7 +295,7 @@ def _model(config: Any, images: bool = False, **more: Any) -> Any:
 
 
 def _draw(name: str, weights: Any, shape: ModelShape, *, tied: bool) -> None:
-    """Draw a matrix's weights; other vectors stay as the class made them."""
+    """Draw a matrix's weights, or set those of some norms; leave other vectors as they are."""
     if name.endswith(
         ("q_norm.weight", "k_norm.weight", "q_layernorm.weight", "k_layernorm.weight")
     ):

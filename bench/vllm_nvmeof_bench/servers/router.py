@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A router's process in front of servers: our example, or another router."""
+"""A router process in front of servers: our example, or another router."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 """A `vllm serve` process: start it, wait until it is ready, stop it, kill it.
 
 All processes of the server (API server, EngineCore, workers) are in one process group, so that they
-can be killed together. The server listens on a free port of the loopback address, and writes a log
+can be killed together. The server listens on a free port on the loopback address, and writes a log
 file. It receives SIGTERM if the process that started it dies.
 """
 
@@ -33,8 +33,8 @@ from vllm_nvmeof_offload.units import GIB, slot_stride_bytes
 
 
 class ReservedPort(socket.socket):
-    """A TCP port of the loopback address that no other process is assigned while this is open. A
-    server that sets SO_REUSEADDR can listen on it."""
+    """A TCP port on the loopback address that is not assigned to other processes while this is
+    open. A server that sets SO_REUSEADDR can listen on it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,17 +44,17 @@ class ReservedPort(socket.socket):
 
 
 def process_stats() -> Iterator[list[str]]:
-    """Yield the fields of each process's /proc/PID/stat, from the state on: 0 to 2 are the state,
-    parent and process group; 11 to 14 the ticks of the process and its exited children; 17 the
-    number of threads."""
+    """Yield the fields of each process's /proc/PID/stat, starting with the state. Fields 0 to 2 are
+    the state, parent and process group; 11 to 14 the CPU ticks of the process and its exited
+    children; 17 the number of threads."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has exited
             yield stat.read_text(errors="replace").rpartition(")")[2].split()
 
 
 def group_alive(group: int) -> bool:
-    """Return whether any process of the group is running. A zombie is running if it still has other
-    threads, as a killed process that waits for a disk does: it still holds its locks."""
+    """Return whether any process of the group is running. A zombie counts as running, and holds its
+    locks, if it has other threads, as a killed process that waits for a disk does."""
     return any(
         int(stat[2]) == group and (stat[0] not in "ZX" or int(stat[17]) > 1)
         for stat in process_stats()
@@ -103,7 +103,7 @@ def split_extra(extra: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, str
 
 
 class ServerError(OffloadError):
-    """An error of a server that did not start, died or did not exit, with its last log lines."""
+    """An error with the last log lines of a server that did not start, died or did not exit."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class OffloadSpec:
         cls, chunks: int, chunk_bytes: int, pool_bytes: int, place: Path, **more: Any
     ) -> Self:
         """Return a spec with a CPU tier of `chunks` chunks of `chunk_bytes`, and stream slots.
-        place: the directory of the pool. more: further keys of `extra`."""
+        place: the pool's directory. more: further keys of `extra`."""
         extra = {
             "targets": [str(place)],
             "pool_bytes": pool_bytes,
@@ -147,7 +147,7 @@ class OffloadSpec:
 class ServerSpec:
     """The arguments of a server.
 
-    gpu_blocks: blocks of `block_size` tokens in the GPU cache, which is ordinary memory with a CPU
+    gpu_blocks: blocks of `block_size` tokens in the GPU cache, which is ordinary memory on a CPU
     build. cores_reserved: cores that vLLM does not use for math. program: the command for `vllm`;
     empty: this Python's.
     """

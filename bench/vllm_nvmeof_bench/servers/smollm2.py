@@ -60,7 +60,7 @@ _PART_OF_LAYER = {
 
 
 class NoRealModelError(OffloadError):
-    """An error if the model cannot be created here; a message of one line."""
+    """An error that means the model cannot be created here. The message is one line."""
 
 
 def make(root: Path | None = None) -> Path:
@@ -158,7 +158,7 @@ def _tensors(found: Any, dequantize: Any) -> Iterator[tuple[str, npt.NDArray[np.
 
 
 def _halves(weight: npt.NDArray[np.float32], heads: int) -> npt.NDArray[np.float32]:
-    """Undo GGUF's order of a head's rows, in which rows that rotate together are adjacent: in
+    """Undo GGUF's row order in a head, in which rows that rotate together are adjacent. In
     transformers, the first rows of all pairs precede the second rows."""
     rows, columns = weight.shape
     pairs = weight.reshape(heads, rows // heads // 2, 2, columns)

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process that has imported vLLM, and forks servers.
 
-Importing vLLM takes 12 s of one core, but the engine of a tiny model starts in 3 s. All servers
-share this process's environment, except for variables that they first read when they start.
+Importing vLLM takes 12 s on one core, but a tiny model's engine starts in 3 s. All servers share
+this process's environment, except for variables that they first read when they start.
 
 From stdin, this process reads a line per server to start (JSON: arguments, log, variables). To
-stdout it writes a line per started server (process ID) and exited server (process ID, exit status).
+stdout it writes a line per started server (process ID) and per exited server (process ID, exit
+status).
 """
 
 from __future__ import annotations
