@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commands of `bench` and their cases: modules of `reports` define `REPORTS`, and modules that
-measure define `COMMANDS`."""
+"""The `bench` commands and their cases. Modules in `reports` define `REPORTS`; modules that measure
+define `COMMANDS`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vllm_nvmeof_bench.results import BenchError
 
 _PACKAGE = "vllm_nvmeof_bench"
 SERVERS, MACHINE, DEVELOPERS = "For your servers", "For this machine", "For developers"
-#: Benchmark name in results files → report module and measuring module, in the order of the page.
+#: Benchmark name in results files → report module and measuring module, in page order.
 BENCHMARKS = {
     "ttft": ("serve", "serve.measure"),
     "hits": ("serve", "serve.measure"),
@@ -35,8 +35,8 @@ BENCHMARKS = {
 
 @dataclass(frozen=True)
 class Group:
-    """One command of `bench`. panel: the help panel that lists it. cases: case name → benchmark;
-    empty if the command itself is a benchmark. help: the help text of a command with cases."""
+    """One `bench` command. panel: the help panel that lists it. cases: case name → benchmark; empty
+    if the command itself is a benchmark. help: the help text of a command with cases."""
 
     panel: str
     cases: Mapping[str, str] = field(default_factory=dict)
@@ -62,7 +62,7 @@ GROUPS = {
 @dataclass(frozen=True)
 class Command:
     """A benchmark's command. settings: a dataclass of options (`settings.option`). measure: runs
-    the benchmark with such settings and writes the JSON file."""
+    the benchmark with these settings and writes the JSON file."""
 
     name: str
     help: str
@@ -83,7 +83,7 @@ def command(name: str) -> Command:
 
 
 def words_of(name: str) -> str:
-    """Return the words that follow `bench` on the command line for a benchmark."""
+    """Return the words that select a benchmark on the command line, after `bench`."""
     for command_name, group in GROUPS.items():
         for case, benchmark in group.cases.items():
             if benchmark == name:

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench hotpath`: the cost per chunk on every thread that requests wait for.
 
-Our manager and vLLM's own `CPUOffloadingManager` run in one process with equally many entries, and
-are measured alternately in random order. Times are CPU times of one thread, which exclude most of
-the machine's other load. Garbage collection is as in production: objects older than the managers
-are frozen, and the collector stays enabled. The first round is a warm-up and is discarded.
+Our manager and vLLM's own `CPUOffloadingManager` run in one process with the same number of
+entries. Their measurements are interleaved in random order. Times are CPU times of one thread,
+which exclude most effects of other load. Garbage collection is as in production: objects older than
+the managers are frozen, and the collector stays enabled. The first round is a discarded warm-up.
 
-Each round creates our manager from a pool's table, which measures adoption. It then fills the CPU
-tier, so that every store evicts, and measures each size with one op of that many chunks. Ops of one
-chunk measure the cost per op. vLLM's manager stays full.
+Each round creates our manager from a pool's table, which also measures adoption. It then fills the
+CPU tier, so that every store evicts, and measures each size with one op of that many chunks. Ops
+with one chunk measure the cost per op. vLLM's manager stays full.
 
-Both managers receive the same calls with the same keys through vLLM's interface. All ops succeed at
-once, without workers. Keys are random bytes, and each load uses new key objects, as a new request
-does.
+Both managers receive the same calls with the same keys through vLLM's interface. All ops succeed
+immediately, without workers. Keys are random bytes, and each load uses new key objects, as a new
+request does.
 
 The worker's adapter, runner and pipeline are the product's, but no data moves: copies and I/O
 operations complete as soon as they are submitted. The pipeline's thread holds the interpreter lock
 except in native sections, which count their own CPU time; the rest is reported as time with the
-lock. This figure is never too low. It is too high by at most two system calls per turn, for which
-Python releases the lock, and by one reading of the clock per section.
+lock. This figure is never too low. It is too high by at most two system calls per turn, during
+which Python releases the lock, and one clock reading per section.
 """
 
 from __future__ import annotations
@@ -100,10 +100,10 @@ from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
-KEY_BYTES = 36  # vLLM's: a SHA-256 and the number of a group
+KEY_BYTES = 36  # as in vLLM: a SHA-256 hash and a group number
 TARGETS = 2
 _FILLED_AT_ONCE = 8192
-#: Chunks that other requests store in each step while the measured ones wait, and their keys' seed.
+#: Chunks that other requests store in each step while the measured ones wait, and the keys' seed.
 _DECODING, _OTHERS_SEED = 8, 4
 _TOKENS_PER_CHUNK = 16
 _GROUPS = (Group(0, GroupKind.FULL, _TOKENS_PER_CHUNK),)
@@ -114,7 +114,7 @@ _Result = TypeVar("_Result")
 
 
 def random_keys(seed: Sequence[int], count: int) -> npt.NDArray[np.void]:
-    """Return random keys of group 0 that depend on the seed."""
+    """Return random keys in group 0, determined by the seed."""
     rng = np.random.default_rng(seed)
     keys = rng.integers(0, 256, (count, KEY_BYTES), np.uint8)
     keys[:, -GROUP_ID_BYTES:] = 0
@@ -127,7 +127,7 @@ def batches_of(keys: npt.NDArray[np.void], chunks: int) -> Batches:
 
 
 def _reports(ops: Sequence[int]) -> list[Report]:
-    """Return a rank's reports, sent in one step, that all these ops succeeded."""
+    """Return the reports that a rank sends in one step if all these ops succeeded."""
     if len(ops) == 1:
         return [OpReport(ops[0])]
     seconds = np.zeros(len(ops), np.float32)
@@ -136,7 +136,7 @@ def _reports(ops: Sequence[int]) -> list[Report]:
 
 @dataclass
 class Recorder:
-    """A recorder of one side, size and round. Times are CPU times of the calling thread."""
+    """A recorder for one side, size, and round. Times are the calling thread's CPU times."""
 
     side: str
     chunks: int
@@ -153,7 +153,7 @@ class Recorder:
     def add(
         self, case: str, stage: str, seconds: float, count: int, locked_s: float | None = None
     ) -> None:
-        """Add a sample. locked_s: the part during which the thread held the interpreter lock."""
+        """Add a sample. locked_s: how long the thread held the interpreter lock."""
         locked_us = None if locked_s is None else 1e6 * locked_s / count
         self._add(case, stage, 1e6 * seconds / count, locked_us=locked_us)
 
@@ -190,7 +190,7 @@ def _look_up(
     ]
 
 
-#: With chunks of 64 KiB, `hold_and_prefetch` fetches up to twice 256 MiB for preempted requests.
+#: With 64 KiB chunks, `hold_and_prefetch` fetches up to 2 × 256 MiB for preempted requests.
 FETCHES_MAX = 8192
 
 
@@ -260,7 +260,7 @@ class _Manager:
 
 
 class OurManager(_Manager):
-    """Our manager, whose pool contains the chunks `adopted`."""
+    """Our manager, whose pool contains the `adopted` chunks."""
 
     manager: NVMeoFOffloadingManager
     _others = 0  # steps of other requests
@@ -377,8 +377,8 @@ class OurManager(_Manager):
         self.write_all()
 
     def measure_holds(self, recorder: Recorder, cached: Batches, in_pool: Batches) -> None:
-        """Measure holding preempted requests' cached chunks, releasing them, and fetching
-        `in_pool`, up to the limit in flight."""
+        """Measure holding and releasing preempted requests' cached chunks and, for at most
+        `FETCHES_MAX` chunks, fetching `in_pool`."""
         core = self.manager.core
 
         def turns(batches: Batches) -> Callable[[], None]:
@@ -445,7 +445,7 @@ class VllmManager(_Manager):
 
 
 class Blocks:
-    """vLLM's manager of GPU blocks, with room for a prompt of `chunks` blocks of one chunk each.
+    """vLLM's GPU block manager, with room for a prompt of `chunks` blocks, one per chunk.
 
     It measures vLLM's own work in the step that plans a load, for comparison with ours. No GPU
     memory is allocated. The prefix cache is enabled, as by default.
@@ -464,7 +464,7 @@ class Blocks:
         self._made = 0
 
     def measure(self, recorder: Recorder, chunks: int) -> None:
-        """Measure allocating a load's blocks, and entering them in the prefix cache."""
+        """Measure allocating a load's blocks and adding them to the prefix cache."""
         self._made += 1
         tokens = [self._made] * (chunks * _TOKENS_PER_CHUNK + 1)  # vLLM computes at least one token
         request = Request(
@@ -541,7 +541,7 @@ class Worker:
         meter_unlocked(False)
 
     def measure(self, recorder: Recorder, keys: Sequence[Sequence[bytes]]) -> None:
-        """Measure a store, a write, and loads from cache slots and pool. keys: a list per op."""
+        """Measure a store, a write, and loads from cache slots and pool. keys: one list per op."""
         ends = np.cumsum([len(op) for op in keys]).tolist()
         slots = [
             np.arange(end - len(op), end, dtype=np.int32)
@@ -573,7 +573,7 @@ class Worker:
         calls: Sequence[Callable[[], object]],
         chunks: Mapping[int, int],
     ) -> None:
-        """Submit the calls and wait until all chunks are reported. chunks: op → its chunks."""
+        """Submit the calls and wait until all chunks are reported. chunks: op → chunk count."""
         count = left = sum(chunks.values())
         began_s, end_s = time.clock_gettime(self._clock), time.monotonic() + _DONE_S_MAX
         unlocked_before_s = unlocked_s()
@@ -630,7 +630,7 @@ _MEMORY_CACHE_SLOTS = 4096
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the run. ops: one-chunk ops per sample, each for a separate request."""
+    """Settings for the run. ops: one-chunk ops per sample, each for a separate request."""
 
     chunks: tuple[int, ...] = option((512, 8192, 65_536), "Chunks per op.")
     entries: int = option(1_000_000, "Chunks in each manager's index.", min=1)
@@ -656,7 +656,7 @@ class Settings:
 
     @property
     def cache_slots(self) -> int:
-        """Cache slots for two stores of the largest size; half may hold unwritten chunks."""
+        """The cache slots for two of the largest stores; half of them may hold unwritten chunks."""
         return 2 * max(self.sizes.values())
 
 
@@ -695,7 +695,7 @@ class Table:
 
 @contextmanager
 def frozen() -> Iterator[None]:
-    """Freeze existing objects for the garbage collector, as vLLM's engine does at its start."""
+    """Exempt existing objects from garbage collection, as vLLM's engine does when it starts."""
     gc.collect()
     gc.freeze()
     try:
@@ -705,7 +705,7 @@ def frozen() -> Iterator[None]:
 
 
 class _Round:
-    """A round, with a new manager of ours whose CPU tier is full."""
+    """A round, with a new instance of our manager whose CPU tier is full."""
 
     def __init__(
         self, settings: Settings, number: int, table: Table, keys: npt.NDArray[np.void]
@@ -766,7 +766,7 @@ def _resident_bytes() -> int:
 
 
 def _fill_managers(settings: Settings, table: Table) -> tuple[VllmManager, Iterator[Sample]]:
-    """Return vLLM's manager, full, and samples of the memory of both managers' indexes."""
+    """Return vLLM's manager, filled, and samples of both managers' index memory."""
     adopted, _ = table.adopt()
     before = _resident_bytes()
     ours = OurManager(adopted, _MEMORY_CACHE_SLOTS)

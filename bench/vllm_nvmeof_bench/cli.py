@@ -27,7 +27,7 @@ Check = Annotated[bool, typer.Option("--check", help="Exit with code 1 if a goal
 
 
 class _Benches(TyperGroup):
-    """The commands of the benchmarks, each built on first use."""
+    """The benchmarks' commands, each built on first use."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*benchmarks.GROUPS, *super().list_commands(ctx)]
@@ -87,7 +87,7 @@ def _command_of(
     text: str,
     panel: str | None = None,
 ) -> Any:
-    """Build a command. options: name → (type, default), as for typer. text: the help text."""
+    """Build a command. options: name → (type, default), as typer expects. text: the help text."""
     function.__doc__ = text
     function.__annotations__ = {name: kind for name, (kind, _) in options.items()}
     function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The conditions of a run: versions, machine, disk and load, without absolute paths, so that a
-results file can be published as it is."""
+"""The conditions of a run: versions, machine, disk, and load. They contain no absolute paths, so
+that a results file can be published as is."""
 
 from __future__ import annotations
 

@@ -3,15 +3,15 @@
 
 Cases, in GB/s (1e9 bytes of payload per second) unless stated otherwise:
 
-    transfer    a transfer of `blocks` blocks, and a contiguous copy of as many bytes
-    few         transfers of few small fragments, where `auto`'s choice matters
-    both        loads and stores of `both_size` at once, half of the blocks each; then each alone
-    mix         as both, with other shares of loads, such as "load 25%"
+    transfer    a transfer of `blocks` blocks, and a contiguous copy of the same size
+    few         transfers of a few small fragments, where `auto`'s choice matters
+    both        concurrent loads and stores of `both_size`, half of the blocks each; then each alone
+    mix         like both, with other shares of loads, such as "load 25%"
     submit      host time of one call of the engine's `submit`, µs
     loop_…      steps/s of a compute loop during copies
-    crc         CRC-32C of chunks in GPU memory by the GPU; the arms are launch configurations
+    crc         CRC-32C of chunks in GPU memory, on the GPU; the arms are launch configurations
     crc_join    host time to join the partial CRCs of a chunk, µs
-    crc_beside  as crc, at up to `crc_gb_per_s`, during the product of crc_matrix
+    crc_beside  like crc, at up to `crc_gb_per_s`, during the matrix product of crc_matrix
     crc_matrix  steps/s of a bf16 matrix product, alone and during crc_beside
     disk        a load from disk to the GPU: streamed, in two phases, or only the read
 """
@@ -123,7 +123,7 @@ class World:
         self._kernel = self._copier()
         self.cells = self._calibrated()
         self._choose = Selector(self.cells).choose
-        #: The backends among which `auto` chooses, including one removed as an arm.
+        #: The backends that `auto` chooses from, including any that are removed as arms.
         self._ours: dict[Backend, CopyCall] = {
             Backend.DMA: self._dma.copy,
             Backend.OVERLAP: functools.partial(self._dma.copy, overlap=True),
@@ -136,8 +136,8 @@ class World:
         self._streams = {direction: cuda.create_stream() for direction in Direction}
 
     def pieces(self, size: int, count: int, seed: int = 0, first: int = 0) -> Descriptors:
-        """Return blocks in random order on the GPU and in sequence in staging, from offset `first`,
-        a multiple of `size`. As in the product, no block spans two registrations."""
+        """Return blocks in random order on the GPU and sequential in staging. Offset `first` is a
+        multiple of `size`. As in the product, no block spans two registrations."""
         per_piece = self._piece_bytes // size
         assert per_piece, "a block is larger than a registration"
         numbers = first // size + np.arange(count, dtype=np.uint64)
@@ -163,7 +163,7 @@ class World:
         try:
             return call(*arguments)
         except Exception as error:
-            # Other projects' code can raise anything; ours may raise only the driver's errors.
+            # Other projects' code can raise anything; ours may raise only driver errors.
             if arm not in self._others and not isinstance(error, CudaError):
                 raise
             del self.arms[arm]
@@ -195,7 +195,7 @@ class World:
         return np.array_equal(np.concatenate(blocks), content)
 
     def fill(self, pieces: Descriptors, arm: str = "dma") -> npt.NDArray[np.uint8]:
-        """Load random bytes into the pieces' GPU memory; return the bytes in order of pieces."""
+        """Load random bytes into the pieces' GPU memory; return the bytes in the pieces' order."""
         content = np.random.default_rng(len(pieces)).integers(
             0, 256, int(pieces[:, 2].sum()), np.uint8
         )
@@ -213,7 +213,7 @@ class World:
         """Return the host time of one `submit` to an engine that has already used its streams."""
         kernel = self._copier() if backend is Backend.KERNEL else None
         copiers = Copiers(self._dma, kernel, lambda _, __: backend)
-        pins = SimpleNamespace(  # the engine must not end the registration
+        pins = SimpleNamespace(  # the engine must not unregister the memory
             starts=self._pins.starts, readiness=self._pins.readiness, close=lambda: None
         )
         engine = CudaCopyEngine(self.cuda, lambda: 0, copiers, pins, np.array([], np.uint64))
@@ -245,7 +245,7 @@ class World:
         return KernelCopier(self.cuda, self._function, BLOCKS_MAX, self._tables)
 
     def _calibrated(self) -> list[Cell]:
-        """Return the calibration by which `auto` chooses; empty without a kernel or on failure."""
+        """Return the calibration that `auto` uses; empty without a kernel or on failure."""
         why: object = self._function
         if self._kernel is not None:
             try:
@@ -285,7 +285,7 @@ _CHUNK_BYTES_MAX = 8192
 
 
 class VllmCopier:
-    """vLLM's copy code. As in vLLM's worker, pinned tensors hold its pointers."""
+    """vLLM's copy code. As in vLLM's worker, its pointers are held in pinned tensors."""
 
     def __init__(self, torch: Any, ops: Any, small: Any) -> None:
         self._torch = torch
@@ -295,7 +295,7 @@ class VllmCopier:
         self._tables: tuple[Any, ...] = ()
 
     def copy(self, direction: Direction, pieces: Descriptors, stream: int) -> None:
-        """Copy on `stream`; as in vLLM, only loads allow any access order of their sources."""
+        """Copy on `stream`. As in vLLM, only loads permit reading the sources in any order."""
         tables = self._filled(direction, pieces)
         outer = self._streams.get(stream)
         if outer is None:
@@ -347,8 +347,8 @@ def load_theirs() -> tuple[VllmCopier | None, str]:
 class CrcKernel:
     """The CRC kernel for a fixed list of chunks, on a separate stream.
 
-    chunks: uint64[m, 2] per chunk: address and bytes of each piece in order. Sizes are multiples of
-    512 bytes; addresses are aligned to 16 bytes.
+    chunks: uint64[m, 2] per chunk: each piece's address and size in bytes, in order. Sizes are
+    multiples of 512 bytes; addresses are aligned to 16 bytes.
     """
 
     def __init__(
@@ -370,7 +370,7 @@ class CrcKernel:
         self._stream = cuda.create_stream(launch is not None and launch.urgent)
 
     def run(self) -> None:
-        """Compute the CRCs of all parts, which `join` needs."""
+        """Compute the CRCs of all parts for `join`."""
         self._kernel.launch(self._checksums, self._stream)
         self._cuda.synchronize_stream(self._stream)
 
@@ -391,14 +391,14 @@ _PARTS = (*_USUAL_PARTS, "crc")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the run.
+    """Settings for the run.
 
     sizes: bytes per block, for transfers of `blocks` blocks or as many as fit into `bytes_max`.
-    counts: blocks per transfer of `small_sizes`. mix_percent: shares of loads besides the 50 % of
-    `both`. loop_s: duration of a compute loop. crc_chunks: (bytes per piece, pieces per chunk).
-    crc_bytes: bytes per run. crc_gb_per_s: rate limit during the matrix product, that of a fast
-    link. crc_launches: (blocks, threads, bytes, whether urgent). disk_bytes: bytes per load.
-    disk_chunk_bytes: bytes per pool slot. disk_tier_slots: cache slots for the two phases.
+    counts: blocks per transfer of `small_sizes`. mix_percent: shares of loads, in addition to the
+    50 % of `both`. loop_s: duration of a compute loop. crc_chunks: (bytes per piece, pieces per
+    chunk). crc_bytes: bytes per run. crc_gb_per_s: rate limit during the matrix product: the rate
+    of a fast link. crc_launches: (blocks, threads, bytes, whether urgent). disk_bytes: bytes per
+    load. disk_chunk_bytes: bytes per pool slot. disk_tier_slots: cache slots for the two phases.
     """
 
     directory: Path = option(
@@ -421,7 +421,7 @@ class Settings:
     crc_launches: tuple[tuple[int, int, int, bool], ...] = (
         (4, 256, 8 * MIB, False),
         (4, 1024, 8 * MIB, False),
-        # During long kernels about one launch runs per kernel: its bytes limit the rate.
+        # About one launch runs per long kernel, so a launch's bytes limit the rate.
         (4, 1024, 24 * MIB, False),
         (8, 1024, 24 * MIB, False),
         (16, 1024, 24 * MIB, False),
@@ -443,7 +443,7 @@ class Settings:
         return max(1, min(self.blocks, self.bytes_max // size))
 
     def shapes(self, sizes: Iterable[int]) -> tuple[tuple[int, int], ...]:
-        """Return (bytes per block, blocks) of a transfer for each size."""
+        """Return a transfer's (bytes per block, number of blocks) for each size."""
         return tuple((size, self.count_of(size)) for size in sizes)
 
 
@@ -475,7 +475,7 @@ def conditions_of(world: World, settings: Settings, theirs: str) -> dict[str, An
     }
 
 
-#: An arm of this benchmark → the corresponding arm of the rig.
+#: This benchmark's arm → the rig's corresponding arm.
 _DISK_ARMS = {"streamed": "ours", "two_phase": "two_phase", "read": "read"}
 
 
@@ -529,8 +529,8 @@ _LOOP_ARMS = ("alone", "dma", "dma_overlap", "kernel")
 _SHORT_BYTES, _SHORT_REPEATS = 16 * MIB, 9
 _LOOP_STEPS = 10
 _LOOP_BLOCK_BYTES = 2 * MIB
-_Shapes = tuple[tuple[int, int], ...]  # bytes of a block, blocks
-_Where = tuple[str, int, int, int]  # direction, bytes of a block, blocks, round
+_Shapes = tuple[tuple[int, int], ...]  # bytes per block, blocks
+_Where = tuple[str, int, int, int]  # direction, bytes per block, blocks, round
 
 
 def _gb_per_s(count: int, took_s: float) -> float:
@@ -552,8 +552,8 @@ def _at_pace(call: Callable[[], object], each_s: float, ended_s: list[float]) ->
 
 
 class Bench:
-    """The parts of `bench copy`. Their results exclude arms that failed during the part. torch:
-    runs the compute loops; None if it is not installed."""
+    """The parts of `bench copy`. A part's results exclude arms that failed during it. torch: runs
+    the compute loops; None if it is not installed."""
 
     def __init__(
         self,
@@ -563,7 +563,8 @@ class Bench:
         on_progress: OnProgress = unheard,
         keep: Callable[[Sequence[Sample]], None] = lambda _: None,
     ) -> None:
-        """Set up the parts. keep: receives the current part's samples so far, in crc and disk."""
+        """Set up the parts. keep: receives the current part's samples so far, during crc and
+        disk."""
         self._world = world
         self._settings = settings
         self._torch = torch
@@ -582,7 +583,7 @@ class Bench:
         return [one for one in taken if one.arm not in self._world.failed]
 
     def copies(self) -> list[Sample]:
-        """Measure copies; raise BenchError if an arm moved wrong bytes or every arm failed."""
+        """Measure copies; raise BenchError if an arm copied wrong bytes or every arm failed."""
         world, settings = self._world, self._settings
         for arm in list(world.arms):
             for size, count in _CHECKED:
@@ -615,7 +616,7 @@ class Bench:
             yield from self._rates(part, self._world.arms, where, work)
 
     def _both_ways(self, number: int) -> Iterator[Sample]:
-        """Measure stores and loads at once, half and half and in mixes, and each alone."""
+        """Measure concurrent stores and loads, half each and in other mixes, and each alone."""
         world, settings = self._world, self._settings
         size = settings.both_size
         count = max(2, min(settings.blocks, settings.bytes_max // size))
@@ -723,7 +724,7 @@ class Bench:
             thread.join()
 
     def crc(self, kernel: int | None = None) -> list[Sample]:
-        """Measure CRC-32C by the GPU; raise BenchError if a CRC was wrong."""
+        """Measure CRC-32C on the GPU; raise BenchError if a CRC was wrong."""
         world, settings = self._world, self._settings
         if kernel is None:
             code = compile_kernels(world.cuda.facts.arch, CRC_BLOCKS)
@@ -759,7 +760,7 @@ class Bench:
         return samples
 
     def _crc_alone(self, arms: dict[str, CrcKernel], count: int, where: _Where) -> Iterator[Sample]:
-        """Yield each arm's GB/s, and the host time of joining parts. count: bytes per run."""
+        """Yield each arm's GB/s, and the host time for joining parts. count: bytes per run."""
         for arm, chunks in arms.items():
             yield Sample("crc", arm, *where, _gb_per_s(count, _seconds(chunks.run)))
         joined = next(iter(arms.values()))
@@ -769,7 +770,7 @@ class Bench:
     def _crc_beside(
         self, arms: dict[str, CrcKernel], count: int, where: _Where
     ) -> Iterator[Sample]:
-        """Yield steps/s of a product alone and during each arm, and the arms' GB/s."""
+        """Yield a matrix product's steps/s, alone and during each arm, and the arms' GB/s."""
         step, number = self._matrix_step(), where[-1]
         yield self._steps("crc_matrix", "alone", number, step)
         each_s = count / (1e9 * self._settings.crc_gb_per_s)
@@ -782,8 +783,8 @@ class Bench:
             yield Sample("crc_beside", arm, *where, rate)
 
     def disk(self) -> list[Sample]:
-        """Measure loads of half the CPU tier and of `disk_bytes`; raise BenchError if `directory`
-        lacks space or a load returned wrong bytes."""
+        """Measure loads of half the CPU tier's size and of `disk_bytes`; raise BenchError if
+        `directory` lacks space or a load returned wrong bytes."""
         settings = self._settings
         tier_bytes = settings.disk_tier_slots * settings.disk_chunk_bytes
         plan = LoadSettings(
@@ -812,7 +813,7 @@ class Bench:
 
 
 def measure(settings: Settings, json_path: Path) -> None:
-    """Measure on the first GPU; write the JSON file after each part, and within crc and disk.
+    """Measure on the first GPU; write the JSON file after each part, and during crc and disk.
 
     Raises: BenchError, OffloadError: there is no GPU, or an arm copied wrong bytes.
     """

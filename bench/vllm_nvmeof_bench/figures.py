@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Figures in a page of Markdown: marked blocks that are filled from results files.
+"""Figures in a Markdown page: marked blocks that are filled from results files.
 
-A block begins with a comment that names a results file and the first words of the title of a table
-in its report; columns and a regular expression for rows can follow:
+A block begins with a comment that names a results file and the first words of a table's title in
+its report. Columns and a regular expression for rows can follow:
 
     <!-- figures: turns.json | Conversations | at once; arm; tokens/s | none|pool -->
     <!-- end -->
 
-`<!-- figures: summary -->` is a table of ratios from several files. A row in which ours is behind
-or misses a goal is bold. The line below a table gives machine, date, revision and rounds. A test
-checks that README.md and docs/benchmarks.md contain no figure of ours outside of blocks.
+`<!-- figures: summary -->` is a table of ratios from several files. Rows in which ours is behind or
+misses a goal are bold. The line below a table gives machine, date, revision and rounds. A test
+checks that README.md and docs/benchmarks.md contain none of our figures outside blocks.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def render(page: Path) -> str:
     def filled(found: re.Match[str]) -> str:
         file, *more = _parts(found[2])
         shown = _summary(results) if file == "summary" else _selected(results / file, more)
-        # Only the last of successive blocks from one file names the source.
+        # Of successive blocks filled from one file, only the last names the source.
         source = "" if next(following) == file or file == "summary" else _source(results / file)
         return "\n\n".join(filter(None, [f"{found[1]}\n{shown}", source, found[3]]))
 

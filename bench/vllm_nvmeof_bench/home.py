@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The surroundings of a run: a temporary directory, a progress bar, no garbage collection."""
+"""The environment of a run: a temporary directory, a progress bar, no garbage collection."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir")
 
 
 def drop_logs(logs: Path, names: Iterable[str]) -> None:
-    """Delete the logs of the servers `names`, and the directory `logs` if it is then empty: it can
-    contain files of the user's."""
+    """Delete the logs of the servers `names`. Delete the directory `logs` only if it is then empty,
+    because it can contain the user's own files."""
     for name in names:
         with contextlib.suppress(OSError):
             (logs / f"{name}.log").unlink()
@@ -92,7 +92,7 @@ def quiet_interpreter() -> Iterator[None]:
             gc.enable()
 
 
-#: A function of the measurements done, their total, and a description of the next one.
+#: A callback with the number of measurements done, their total, and the next one's description.
 OnProgress = Callable[[int, int, str], None]
 
 
@@ -102,7 +102,7 @@ def unheard(done: int, total: int, what: str) -> None:
 
 @contextmanager
 def progress(logged: Callable[[str], bool] = lambda what: True) -> Iterator[OnProgress]:
-    """Show a bar, redrawn only between measurements, which a refresh thread would disturb.
+    """Show a bar. Redraw it only between measurements: a refresh thread would disturb them.
 
     logged: returns whether to print a step's text if stderr is not a terminal.
     """

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`bench latency`: fio and our engine do random I/O on two targets, by jobs × depth and size.
+"""`bench latency`: random I/O by fio and our engine on two targets, by jobs × depth and size.
 
 A *point* is a size, a number of jobs and a depth, measured on each target with two arms:
 
     fio    `jobs` processes with io_uring, registered buffers and files, O_DIRECT
     ours   `jobs` processes, each with the product's engine and a separate pool, like ranks
 
-A job keeps `depth` random reads (or writes) in flight in its own 64 MiB, which were written before.
-Latency is the time from submission until the caller has the result. For our engine it includes
-sealing, checksums, the identity check, the ring's thread, the wake-up and the Python caller. At
-4 KiB our slot is 8 KiB: a header page and the payload. At other sizes both arms move whole slots.
+A job keeps `depth` random reads (or writes) in flight in its own, already written 64 MiB. Latency
+is the time from submission until the caller has the result. For our engine it includes sealing,
+checksums, the identity check, the ring's thread, the wake-up and the Python caller. At 4 KiB our
+slot is 8 KiB: a header page and the payload. At other sizes both arms move whole slots.
 
 At every point of every round both arms run on both targets in random order, so that compared values
 are measured within seconds of each other. Each size has separate files and pools. A throttle is set
-only during measurements; this process and its children are in its control group from the start.
+only during measurements, but its control group contains this process and its children from the
+start.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the run. ramp_s: duration before operations count. job_bytes: a job's data."""
+    """Settings for the run. ramp_s: time before operations count. job_bytes: a job's bytes."""
 
     target: tuple[str, ...] = option(
         ("local=build/bench/latency-disk",),
@@ -110,8 +111,8 @@ class Settings:
 
     @property
     def places(self) -> tuple[Place, Place]:
-        """The two targets: those given, the second throttled if `throttle` is set; or one and a
-        throttled stand-in in its directory. Raises BenchError if the option is malformed."""
+        """The two targets: those given, the second throttled if `throttle` is set; or the one given
+        and a throttled stand-in in its directory. Raises BenchError if the option is malformed."""
         given = [text.partition("=") for text in self.target]
         named = {name: Path(directory) for name, _, directory in given if name and directory}
         if not 0 < len(named) == len(given) <= 2:
@@ -144,7 +145,7 @@ class Settings:
 
     @property
     def disk_bytes_max(self) -> int:
-        """The most space used on a target: a pool with its table and a file per job."""
+        """The maximum space used on a target: per job, a pool with its table, and a file."""
         return max(self.jobs) * (2 * self.job_bytes + 8 * MIB)
 
 
@@ -175,7 +176,7 @@ def drive(
     cpu: Callable[[], float] = time.process_time,
 ) -> Answer:
     """Run operations on random slots in a closed loop, at most one per slot at a time; raise
-    BenchError if an operation failed or none completed for a minute."""
+    BenchError if an operation fails or none completes for a minute."""
     waiting = collections.deque(dice.sample(range(slots), slots))
     handed: dict[int, tuple[float, int]] = {}  # token → (time of submission, slot)
     token, latencies = 0, []
@@ -206,7 +207,7 @@ def drive(
 def _opened(
     directory: Path, payload_bytes: int, slots: int, seed: int
 ) -> tuple[EngineMover, random.Random]:
-    """Return this process's engine and random order. Every slot of the pool was written once."""
+    """Return this process's engine and random order. Every slot has been written once."""
     staging = Staging(slot_stride_bytes(payload_bytes), slots, 0)
     fill(staging, seed)
     try:
@@ -227,12 +228,12 @@ def _drive_here(order: Order, *job: Any) -> Answer:
         return drive(mover, job[2], order, dice)
 
 
-#: A function of a point and a seed that measures, and returns the measured fields of a `Sample`.
+#: A function that measures a point with a seed, and returns the measured fields of a `Sample`.
 _Measure = Callable[[Point, int], dict[str, Any]]
 
 
 def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
-    """Write a file per job; return the measurement by fio with one process per job."""
+    """Write a file per job; return a function that measures fio with one process per job."""
     directory.mkdir()
     files = [directory / f"file-{job}" for job in range(max(settings.jobs))]
     for number, path in enumerate(files):
@@ -270,7 +271,7 @@ def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
 def _our_arm(
     stack: contextlib.ExitStack, directory: Path, settings: Settings, payload_bytes: int
 ) -> tuple[_Measure, list[str]]:
-    """Return our measurement, and the names of the jobs' engines.
+    """Return the function that measures our engine, and the names of the jobs' engines.
 
     Each job's process waits between measurements, and ignores Ctrl-C. Only fio uses a measurement's
     seed; our jobs continue their own random order.

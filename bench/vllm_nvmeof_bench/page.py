@@ -46,7 +46,7 @@ def write(directory: Path, page_path: Path | None) -> bool:
 
 
 def build(directory: Path, on_progress: Callable[[str], None] = lambda what: None) -> Page:
-    """Build the page of a directory's `*.json` files; raise BenchError if it is no directory."""
+    """Build the page of a directory's `*.json` files; raise BenchError if it is not a directory."""
     if not directory.is_dir():
         raise BenchError(f"{directory}: not a directory")
     page = Page()
@@ -79,7 +79,7 @@ def build(directory: Path, on_progress: Callable[[str], None] = lambda what: Non
 
 
 def _without_path(error: Exception, path: Path) -> str:
-    """Return the error's text without the file's directory: pages are published."""
+    """Return the error's text without the file's directory, because pages are published."""
     text = str(error) if isinstance(error, BenchError) else repr(error)
     return text.removeprefix(f"{path}: ").replace(str(path), path.name)
 

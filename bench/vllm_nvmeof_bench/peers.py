@@ -2,17 +2,17 @@
 """`bench peers`: a load over a server's own storage link, and over a second server's as well.
 
 This process is the loading server: the product's pipeline and native machine over a pool on the
-disk. A second process, `python -m vllm_nvmeof_bench.peers PLAN`, is the helper: it has a small pool
-of its own, opens the loading server's region read-only, prints its address, and serves requests
+disk. A second process, `python -m vllm_nvmeof_bench.peers PLAN`, is the helper: it has its own
+small pool, opens the loading server's region read-only, prints its address, and serves requests
 until its stdin ends. The reads of each server share a simulated link to an NVMe-oF target.
 
     without   there is no peer
     absent    a peer is configured, but nothing listens at its address
     both      the helper is the peer
-    landing   as both, and every other chunk is also kept in the CPU tier
+    landing   like both, but every other chunk is also kept in the CPU tier
 
 Each round measures all arms with the same chunks, in random order. "GPU memory" is zeroed before
-each load and compared with the written bytes after it, so that wrong data gives no result.
+each load and then compared with what was written, so that a load of wrong data gives no result.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ _SETTLE_S = 2.0
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the run. tier_chunks: number of cache slots."""
+    """Settings for the run. tier_chunks: number of cache slots."""
 
     rates: tuple[str, ...] = option(
         ("400:400", "200:600", "600:200"), "Link rates in MB/s: the server's and the peer's."
@@ -299,7 +299,7 @@ COMMANDS = (
 
 
 BLOCK_BYTES = 128 * KIB
-#: The loading server, whose directory is the first one.
+#: The loading server as an owner, and the index of its directory.
 _OWNER, _ENGINE_INDEX = 1, 0
 _OWN_CHUNKS = 8
 _ATTACH = 1
@@ -308,8 +308,8 @@ _HELPER_CLOSE_S_MAX = 30.0
 
 @dataclass(frozen=True)
 class Plan:
-    """A helper's settings. directory: target of both pools. pool_uuid: of the loading server's
-    pool, in hex. slots: serve slots. bytes_per_s: its link's rate; 0: no limit."""
+    """A helper's settings. directory: target of both pools. pool_uuid: UUID of the loading server's
+    pool, in hex. slots: serve slots. bytes_per_s: the link's rate; 0: no limit."""
 
     directory: str
     pool_uuid: str

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench pool`: the pool's I/O compared with other engines', interleaved in one run on one disk.
 
-Cases, all with O_DIRECT on storage that was written before:
+Cases, all with O_DIRECT on previously written storage:
 
     batch_write, batch_read   `bytes_per_round` in blocks, submitted at once
-    mixed                     as many bytes, with alternating reads and writes
+    mixed                     the same number of bytes, with alternating reads and writes
     single_write, single_read one job of `single_bytes` in blocks
     read_beside_writes        single-block reads, each `read_gap_s` after the end of the previous
                               one, while a writer keeps `queued_bytes` queued
@@ -12,18 +12,18 @@ Cases, all with O_DIRECT on storage that was written before:
     writes_alone              the same writer without reads
 
 Every arm runs batches and mixed. The other cases need arms with jobs and a queue of writes: `ours`,
-`ours_threads` and `vllm_fs`. The last three run only with blocks of 2 MiB.
+`ours_threads` and `vllm_fs`. The last three run only with 2 MiB blocks.
 
-Each block size has separate files. For each size, a round runs all kinds, and each kind all arms in
-random order: compared arms are measured within seconds of each other, and none always follows the
-same arm, whose I/O can still occupy the disk. Dirty pages are written out before every measurement
-(syncfs). A pause follows each deletion, which keeps a disk mounted with `discard` busy.
+Each block size has separate files. For each size, a round runs all kinds, and for each kind all
+arms in random order. Compared arms are thus measured within seconds of each other, and none always
+follows the same arm, whose I/O can still occupy the disk. Dirty pages are written out before every
+measurement (syncfs). Deletions keep a disk mounted with `discard` busy, so a pause follows.
 
-Block i uses place i of the staging memory and of the arm's storage. An arm in this process is a
+Block i is at index i in staging memory and in the arm's storage. An arm in this process is a
 `Mover`; its CPU time includes all threads, io_uring's kernel workers and the loop itself. fio and
-the ring loop are separate processes on our pool's slab, because one ring's writes to files in
-different places of a disk differed by up to 17 %. The ring, like ours, has separate memory for each
-block: some disks write buffers that are still in cache, such as fio's, up to 10 % faster.
+the ring loop are separate processes on our pool's slab, because a ring's write rate differed by up
+to 17 % between files in different locations on a disk. Like our arms, the ring has separate memory
+for each block: some disks write buffers that are still in cache, such as fio's, up to 10 % faster.
 
 Latencies are per job for `single_*` (p50 only: a round has one job), per demand read for
 `read_beside_writes`, and per block for fio and the rings. Batches have none, because the latency of
@@ -104,11 +104,11 @@ _BLOCKS = (64 * KIB, 128 * KIB, 256 * KIB, 512 * KIB, MIB, 2 * MIB, 4 * MIB)
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the run. With less than 1 GiB per round, engines do not reach a steady state.
+    """Settings for the run. With less than 1 GiB per round, engines do not reach a steady state.
 
-    queued_bytes: bytes that the writer keeps queued. episode_bytes: bytes that it writes before it
-    pauses, while the fs tier's files, which would grow without bound, are deleted. reads: demand
-    reads per round. settle_s: pause after a deletion.
+    queued_bytes: bytes that the writer keeps queued. episode_bytes: bytes that it writes before
+    each pause, in which the fs tier's files are deleted, because they would grow without bound.
+    reads: demand reads per round. settle_s: pause after a deletion.
     """
 
     directory: Path = option(
@@ -163,7 +163,7 @@ class Settings:
 
     @property
     def disk_bytes_max(self) -> int:
-        """The most disk space used at a time: a pool or flat file, and the fs tier's files."""
+        """The maximum disk space used at a time: a pool or flat file, and the fs tier's files."""
         data = max(self.blocks_needed(block) * (block + 8 * KIB) for block in self.blocks)
         fs_writes = max(self.bytes_per_round, self.single_bytes)
         if set(self.cases) & {"read_beside_writes", "writes_beside_read", "writes_alone"}:
@@ -232,7 +232,7 @@ class Mover(abc.ABC):
         return False
 
 
-#: Submitted in addition to `queued_bytes`, which thus stay queued while writes complete.
+#: Bytes submitted beyond `queued_bytes`, so that these stay queued while writes complete.
 _EXTRA_BYTES = 16 * MIB
 _EPISODES_MAX = 40
 
@@ -282,7 +282,7 @@ class Beside:
         read = len(self._latencies_s) * self._block_bytes
         latencies_us = [1e6 * latency_s for latency_s in self._latencies_s]
         p50_us, p99_us = (percentile(latencies_us, share) for share in (0.5, 0.99))
-        # The CPU time of reads and writes cannot be separated: divide it by bytes.
+        # The CPU time of reads and writes cannot be separated: apportion it by bytes.
         cpu_s = self._cpu_s * written / (written + read)
         return {
             "read_beside_writes": Moved(read, sum(self._latencies_s), None, p50_us, p99_us),
@@ -307,7 +307,8 @@ class Beside:
         written, reading, submitted_s = 0, 0, 0.0
         due_s = time.perf_counter() + self._settings.read_gap_s / 4
         end_s = time.perf_counter() + _STALL_S
-        # Wait for a submitted read even beyond the budget, and for a first write to have a rate.
+        # Even beyond the budget, wait for a submitted read, and for a first write to measure a
+        # rate.
         while True:
             more = len(self._latencies_s) < reads
             if written and not reading and (written >= budget or (reads and not more)):
@@ -344,7 +345,7 @@ def measure_moves(
     mover: Mover, settings: Settings, block_bytes: int, dice: random.Random, kind: str
 ) -> dict[str, Moved]:
     """Prepare a measurement of a kind and run it; return case → result. Raise BenchError if a
-    transfer failed."""
+    transfer fails."""
     if kind in ("beside", "writes_alone"):
         reads = settings.reads if kind == "beside" else 0
         return Beside(mover, settings, block_bytes, dice).run(reads)
@@ -396,7 +397,7 @@ def limits() -> dict[str, int]:
 
 
 class Ground:
-    """A pool that our engines share, used as in the product: whole slots from populated staging.
+    """A pool that our engines share, used as in the product: whole slots, and populated staging.
 
     Times include sealing, both checksums, the table entry after a write and the identity check
     after a read. Only payload counts as bytes, not a slot's header page of 4 KiB. `identities[i]`:
@@ -469,7 +470,7 @@ class EngineMover(Mover):
         return {"runs": self.name, "checksums": self._ground.checksums}
 
     def fill(self) -> None:
-        """Write every block once: writes to unwritten space are only half as fast."""
+        """Write every block once, because writes to unwritten space are only half as fast."""
         if not self._ground.written:
             self.run([self._everything()])
             self._ground.written = True
@@ -505,9 +506,9 @@ class EngineMover(Mover):
 class PipelineMover(EngineMover):
     """A mover that uses an engine through the worker's pipeline, with its order and limits.
 
-    Cache slot i holds block i from the start, and no bytes are copied to or from a KV cache. As the
-    scheduler sends one command for all chunks of a request, a batch's jobs have 64 MiB, which is
-    512 tokens of Llama-3.1-8B. The cost of Python would dominate jobs of one block.
+    Cache slot i holds block i from the start, and no bytes are copied to or from a KV cache. The
+    scheduler sends one command for all chunks of a request, so each of a batch's jobs moves 64 MiB,
+    which is 512 tokens for Llama-3.1-8B. In single-block jobs, the cost of Python would dominate.
     """
 
     batch_job_bytes = 64 * MIB
@@ -623,8 +624,8 @@ def _pieces(blocks: Sequence[int]) -> Pieces:
 
 
 class InstantCopy:
-    """A copy engine that completes copies on submission. wake: called for each batch of copies, as
-    real engines wake the pipeline's thread."""
+    """A copy engine that completes copies on submission. wake: called for each batch of copies,
+    because real engines wake the pipeline's thread."""
 
     asleep = False
     makes_checksums = False
@@ -682,7 +683,7 @@ def _run(command: list[str], what: str) -> str:
 
 
 class Fio:
-    """fio with io_uring and O_DIRECT, whose buffers are filled once, as ours are. Raises BenchError
+    """fio with io_uring and O_DIRECT. Its buffers are filled once, as ours are. Raises BenchError
     if fio is not installed."""
 
     def __init__(self) -> None:
@@ -727,7 +728,7 @@ class Fio:
 
 def fio_moved(report: dict[str, Any], latency: str = "clat_ns") -> Moved:
     """Convert fio's JSON with `unified_rw_reporting=mixed`. Times exclude the jobs' start, because
-    fio's shares of CPU time do. latency: a key in the JSON; `lat_ns` includes submission."""
+    fio's CPU percentages do. latency: a key in the JSON; `lat_ns` includes submission."""
     job = report["jobs"][0]
     total = job["mixed"]
     found = total[latency].get("percentile", {})
@@ -807,7 +808,7 @@ def import_fs() -> Any:
 
 
 class FsMover(Mover):
-    """vLLM's own fs tier, which its manager drives as under vLLM's scheduler, with default threads.
+    """vLLM's own fs tier with default threads, driven by its manager as under vLLM's scheduler.
 
     The tier writes each block to a file with a temporary name, and renames it. It never overwrites
     files, so every write has a new key; files of old keys are deleted between measurements. It uses
@@ -921,7 +922,7 @@ class FsMover(Mover):
 
 
 def _fs_spec() -> Any:
-    """Return an `OffloadingSpec` of one group and one rank, used only for its configuration."""
+    """Return an `OffloadingSpec` with one group and one rank, used only for its configuration."""
     from vllm.v1.kv_offload import config as fields
     from vllm.v1.kv_offload.base import OffloadingSpec
 
@@ -951,7 +952,7 @@ _OURS = {"ours": "uring", "ours_threads": "threads"}
 _FLAT = {"fio": measure_fio, "ring": measure_ring, "ring_slots": measure_ring_slots}
 _BUILD_DIR = Path("build/bench")
 _REMEDY = "give another --dir, or fewer --bytes-per-round"
-#: Descriptions with more parts are of single measurements, and are not logged.
+#: Descriptions with more parts describe single measurements, and are not logged.
 _LOGGED_PARTS = 2
 
 
@@ -1046,7 +1047,7 @@ class _Run:
         """Open the arms until `stack` closes them; return a function per arm that measures a kind.
 
         All arms in this process share one staging memory. fio and the rings use the slab of our
-        arms' pool or, without an arm of ours, a flat file. Arms that cannot run are left out.
+        arms' pool or, if none of our arms runs, a flat file. Arms that cannot run are left out.
         """
         directory, given = self._home / f"block-{block_bytes}", (self._settings, block_bytes)
         directory.mkdir()

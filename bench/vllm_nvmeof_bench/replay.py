@@ -3,7 +3,7 @@
 
 In every round the arms run one after another in random order. Prompts of different rounds share no
 tokens. A session's next request is sent after the previous answer and the user's think time. A slow
-server thus receives requests later, not more at once.
+server thus receives requests later, not more of them at once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from vllm_nvmeof_bench.traces import (
     thinking_s,
 )
 
-#: The first ID for partial blocks, larger than any block ID of a trace.
+#: The first ID for partial blocks, larger than any block ID in a trace.
 _TAIL = 1 << 50
 
 
@@ -55,8 +55,8 @@ class Vocabulary(Tokens):
     seed: int = 1
 
     def prompt(self, request: Request, block_tokens: int) -> list[int]:
-        """Return the request's token IDs. A block's tokens are first digits of its ID, so that no
-        two blocks are equal, then a hash of seed and ID."""
+        """Return the request's token IDs. A block's tokens begin with the digits of its ID, so that
+        no two blocks are equal. A hash of seed and ID follows."""
         count, base = request.input_tokens, self.high - self.low
         blocks = -(-count // block_tokens)
         names = request.blocks[:blocks]
@@ -73,7 +73,7 @@ class Vocabulary(Tokens):
 
 @dataclass(frozen=True)
 class Settings(ServerSettings):
-    """Settings of the run; the seed is in `pace`."""
+    """Settings for the run; the seed is in `pace`."""
 
     arms: tuple[str, ...] = arms_option("none", "cpu", "pool")
     token_ids: str = option("300:2000", "Range LOW:HIGH of the prompts' token IDs.")
@@ -167,8 +167,8 @@ def _replays(settings: Settings, trace: Trace, run: Run) -> None:
 
 @dataclass
 class Replay:
-    """The users of one arm in round `number`. `run`, called once, fills `samples`, and `asked` with
-    the IDs of all requested blocks."""
+    """The users of one arm in round `number`. Call `run` once; it fills `samples`, and adds the IDs
+    of all requested blocks to `asked`."""
 
     arm: str
     client: Client
@@ -181,7 +181,8 @@ class Replay:
     asked: set[int] = field(default_factory=set)
 
     async def run(self, duration_s: float) -> None:
-        """Run until all sessions or `duration_s` end; then cut off the requests in flight."""
+        """Run until all sessions end or `duration_s` has passed; then cut off requests in
+        flight."""
         self._begun_s = time.perf_counter()
         begun, waiting = starts(self.trace, self.pace)
         everyone = (self._user(itertools.chain([one], waiting), at_s) for at_s, one in begun)

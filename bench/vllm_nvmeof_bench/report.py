@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmark reports: each declares tables and goals, which one renderer prints on a terminal or a
+"""Benchmark reports: each declares tables and goals, which one renderer prints to a terminal or a
 page. A column is a name, a function of a row, and a format. A row is often a dict of fields and
 values that select samples."""
 
@@ -42,8 +42,8 @@ Conditions = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Column:
-    """A table's column. get: returns a row's value: a number, which is divided by `scale`, a
-    spread, a paired ratio, a text, or None for –. ranged: show the range beside a median."""
+    """A table's column. get: returns a row's value: a number (then divided by `scale`), a spread, a
+    paired ratio, a text, or None (shown as –). ranged: show the range beside a median."""
 
     name: str
     get: Callable[[Any], object]
@@ -101,7 +101,7 @@ def tails(
 
 
 def counts(samples: Samples, name: str = "n") -> Column:
-    """Return a column of numbers of samples; rows are as in `medians`."""
+    """Return a column with the number of samples; rows are as in `medians`."""
     return Column(name, lambda row: len(select(samples, **row)) or None)
 
 
@@ -131,8 +131,8 @@ def rows_of(samples: Samples, *fields: str) -> list[dict[str, Any]]:
 
 
 class Table:
-    """A table. grouped: a terminal omits repeated first cells and draws a line after each group of
-    rows. caption: text below the table."""
+    """A table. grouped: on a terminal, omit repeated first cells and draw a line after each group
+    of rows. caption: text below the table."""
 
     def __init__(
         self,
@@ -174,9 +174,9 @@ Ratios = tuple[str, str, str, Sequence[float], bool]
 
 
 def compared(title: str, rows: Iterable[Ratios]) -> Table:
-    """Return a table of paired ratios, which calls ours ahead, behind or, if the interval contains
-    1.0, level. The range replaces the interval of fewer than five pairs; fewer than three pairs get
-    no verdict."""
+    """Return a table of paired ratios that calls our arm ahead, behind or, if the interval contains
+    1.0, level. Fewer than five pairs have a range instead of an interval; fewer than three have no
+    verdict."""
     found = [(*row, _with_range(row[3])) for row in rows]
 
     def verdict(row: tuple[*Ratios, Paired]) -> str:
@@ -198,8 +198,8 @@ def compared(title: str, rows: Iterable[Ratios]) -> Table:
 def ratios_of(
     samples: Samples, measure: str, ours: str, other: str, lower: bool, title: str, **where: Any
 ) -> list[Ratios]:
-    """Return a row for `compared` of a measure paired by round, if any pair was measured. where:
-    selects samples."""
+    """Return a row for `compared` with a measure's per-round ratios, if any pair was measured.
+    where: selects samples."""
     pairs = paired(samples, measure, {"arm": ours, **where}, {"arm": other, **where})
     found = [a / b for a, b in pairs if a > 0 and b > 0]
     return [(title, ours, other, found, lower)] if found else []
@@ -358,7 +358,7 @@ class Report:
     """A declaration of how to print a benchmark's results and check them against goals.
 
     sample: the dataclass of the file's samples. about: see `common_lines`. lines: further lines
-    about the conditions. columns: the width of tables that are not printed on a terminal.
+    about the conditions. columns: the width of tables that are not printed to a terminal.
     """
 
     name: str

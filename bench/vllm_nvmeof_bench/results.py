@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Benchmark samples: results files, medians and goals.
 
-A file is `{"schema", "bench", "fields", "samples", "conditions"}`. A row of samples has the fields'
-values; in older files, which have no fields, it is a dict. Readers compute results from the
-samples: a file has no verdict. A sample is a frozen dataclass of numbers and strings; a *measure*
-is the name of a field or property. Percentiles are nearest-rank, so that each is a measured value.
+A file is `{"schema", "bench", "fields", "samples", "conditions"}`. A row in `samples` has the
+fields' values; in older files, which have no fields, it is a dict. Readers compute results from the
+samples: a file contains no verdict. A sample is a frozen dataclass of numbers and strings; a
+*measure* is the name of a field or property. Percentiles are nearest-rank, so that each is a
+measured value.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from vllm_nvmeof_offload.units import format_bytes
 
 SCHEMA = 1
 _DIGITS = 6
-#: With at least this many values, a spread is p5 to p95; with fewer, the range.
+#: With at least this many values, a spread is p5 to p95; with fewer, it is the range.
 PERCENTILES_FROM = 20
 Sample = TypeVar("Sample")
 
 
 class BenchError(OffloadError):
-    """An error that ends a benchmark: it cannot run here, or an arm failed. One line of text."""
+    """A one-line error that ends a benchmark: it cannot run here, or an arm failed."""
 
 
 def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, Any]) -> None:
@@ -50,14 +51,14 @@ def dump(path: Path, bench: str, samples: Sequence[Any], conditions: dict[str, A
 
 
 def load(path: Path, bench: str, kind: type[Sample]) -> tuple[list[Sample], dict[str, Any]]:
-    """Read a file's samples and conditions; raise BenchError if it cannot be read or is not a file
-    of `bench`."""
+    """Read a file's samples and conditions; raise BenchError if it cannot be read or is not a
+    results file from `bench`."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["bench"] != bench or content["schema"] != SCHEMA:
             raise ValueError(f"it is from {content['bench']!r}, schema {content['schema']}")
         known = fields(kind)  # type: ignore[arg-type]
-        # Older files lack the fields with a default, which were added later.
+        # Older files lack the fields that were added later, which have defaults.
         needed = [one.name for one in known if one.default is MISSING]
         added = [one.name for one in known if one.default is not MISSING]
         samples = [
@@ -98,7 +99,7 @@ def select(samples: Iterable[Sample], **wanted: object) -> list[Sample]:
 
 
 def distinct(samples: Iterable[Any], field: str) -> list[Any]:
-    """Return a field's distinct values in order of samples."""
+    """Return a field's distinct values in the samples' order."""
     return list(dict.fromkeys(getattr(one, field) for one in samples))
 
 
@@ -161,7 +162,7 @@ class Paired:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
-    """Return the median of above / below, paired. There must be a pair, and no value ≤ 0."""
+    """Return the median of paired above / below. There must be a pair; all values must be > 0."""
     values = np.log(np.asarray(above, float)) - np.log(np.asarray(below, float))
     middle = float(np.exp(np.median(values)))
     if len(values) < _PAIRS_MIN:
@@ -179,7 +180,7 @@ def median_ratio(of_pairs: Sequence[float]) -> Paired:
 
 @dataclass(frozen=True)
 class Spread:
-    """A median of n values. low, high: p5 and p95, or the range of few values."""
+    """A median of n values. low, high: p5 and p95, or the range if there are few values."""
 
     median: float
     low: float
@@ -221,7 +222,7 @@ def size_name(count: int) -> str:
 
 @dataclass(frozen=True)
 class Figure:
-    """A number that a goal bounds. n: number of rounds, or of the samples of the arm with the
+    """A number that a goal bounds. n: number of rounds, or of samples from the arm that has the
     fewest. where: the size, throttle or rival that decided."""
 
     value: float
@@ -231,7 +232,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Goal:
-    """A goal of a benchmark. reached: None if it was not measured. shown: the value as text."""
+    """A benchmark's goal. reached: None if it was not measured. shown: the value as text."""
 
     name: str
     required: str
@@ -253,7 +254,7 @@ def bound(name: str, sign: str, limit: float, found: Figure | None, unit: str = 
 
 
 def missed(goals: Iterable[Goal]) -> list[Goal]:
-    """Return the goals that were measured and not reached."""
+    """Return the goals that were measured but not reached."""
     return [goal for goal in goals if goal.reached is False]
 
 
@@ -272,7 +273,7 @@ def ratio_of_medians(
 
 
 def worst(found: Iterable[Figure | None], by: Callable[..., Figure] = min) -> Figure | None:
-    """Return the least figure, or the greatest with `by` max; None if one was not measured."""
+    """Return the least figure, or the greatest with `by` max; None if any was not measured."""
     figures = list(found)
     whole = [one for one in figures if one is not None]
     if not whole or len(whole) < len(figures):

@@ -3,8 +3,8 @@
 
 The rig is the product's pipeline over a pool, with a separate I/O engine for reads without a
 pipeline. "GPU memory" is an ordinary array with the chunks' blocks in random order. Chunk i is in
-pool slot i; all chunks were written once. The blocks are zeroed before each load and compared with
-the written bytes after it, so that wrong data gives no result. The arms of `measure_arm`:
+pool slot i; all chunks were written once. The blocks are zeroed before each load and then compared
+with what was written, so that a load of wrong data gives no result. The arms of `measure_arm`:
 
     ours       one load, streamed
     two_phase  fetches into the CPU tier and loads from it, one full tier at a time
@@ -63,7 +63,7 @@ _CHECKED = ("ours", "two_phase")
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a rig. tier_bytes: payload of all cache slots. sizes: load sizes as multiples of
+    """A rig's settings. tier_bytes: payload of all cache slots. sizes: load sizes as multiples of
     tier_bytes. pause_s: pause before each load."""
 
     sizes: tuple[float, ...]
@@ -100,7 +100,7 @@ class Settings:
 
     @property
     def disk_bytes_max(self) -> int:
-        """The most disk space used at a time."""
+        """The maximum disk space used at a time."""
         return self.chunks_max * (self.slot_bytes + 4 * KIB) + 16 * MIB
 
 
@@ -171,7 +171,7 @@ class Rig:
         self._blocks[self._ids.ravel()] = self._written
 
     def open_engine(self, stack: contextlib.ExitStack) -> IoEngine:
-        """Open an engine with the product's limits, which `stack` closes before the pool."""
+        """Open an engine with the product's limits; `stack` closes it before the pool."""
         name, limits = self.settings.io_engine, TUNING
         place = self.pool, self.memory.view, self.staging.base_address
         engine, _ = choose_io_engine(name, *place, limits)
@@ -182,7 +182,7 @@ class Rig:
         self, stack: contextlib.ExitStack, waker: Waker, io: IoEngine, io_fd: int, **more: Any
     ) -> tuple[Any, PipelineRunner]:
         """Open a pipeline and its copy engine. waker: wakes the pipeline's thread. io_fd: readable
-        while there are completions to poll. more: arguments of `TransferPipeline`."""
+        while there are completions to poll. more: other arguments for `TransferPipeline`."""
         copy = self._copy_engine(waker)
         stack.callback(copy.close)
         limits = TransferLimits(
@@ -315,7 +315,7 @@ class Rig:
         self._blocks[self._ids[:count].ravel()] = 0
 
     def same(self, count: int) -> bool:
-        """Return whether the blocks of the first `count` chunks hold the written bytes."""
+        """Return whether the blocks of the first `count` chunks hold what was written."""
         per_chunk = self._ids.shape[1]
         return all(
             np.array_equal(self._blocks[ids], self._written[i * per_chunk : (i + 1) * per_chunk])

@@ -2,7 +2,7 @@
 //
 // A minimal io_uring loop as a baseline for engines: one thread, one ring, registered buffers and
 // a registered file, O_DIRECT, a fixed number of blocks in flight, sequentially through one file
-// that was written before. Each block has its own memory, as in a server: a few reused buffers
+// that was already written. Each block has its own memory, as in a server: a few reused buffers
 // would stay in cache. Prints one line of JSON.
 //
 //   ring_loop FILE write|read|mixed BLOCK_BYTES TOTAL_BYTES DEPTH
@@ -103,7 +103,7 @@ static void submit_block(struct io_uring* ring, const struct plan* plan, char* m
   struct io_uring_sqe* sqe = io_uring_get_sqe(ring);
   char* buffer = memory + number * plan->block;
   int region = (int)(number / plan->per_region);
-  // Mixed: even blocks are read and odd ones written.
+  // Mixed: even blocks are read, and odd ones are written.
   int write = plan->mixed ? (int)(number & 1) : plan->write;
   uint64_t offset = (uint64_t)number * plan->block;
 

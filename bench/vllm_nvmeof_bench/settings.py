@@ -20,9 +20,9 @@ _KEY = "option"
 
 @dataclass(frozen=True)
 class Option:
-    """The option of a field. flag: "" for the field's name. in_bytes: the value is a size such as
-    64KiB. repeated: the option is given once per value. argument: a positional argument without a
-    default. recorded: whether conditions save the value."""
+    """A field's option. flag: "" for the field's name. in_bytes: the value is a size such as 64KiB.
+    repeated: the option is given once per value. argument: a positional argument without a default.
+    recorded: whether conditions save the value."""
 
     help: str
     flag: str = ""

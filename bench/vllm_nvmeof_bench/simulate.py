@@ -35,8 +35,8 @@ from vllm_nvmeof_offload.protocol import CancelCommand, OpReport, RankHello, Wri
 @dataclass(frozen=True, slots=True)
 class Ask:
     """One request. prompt: its chunks, named by the ID of their last block, which identifies all
-    earlier blocks too. answer: the chunks that the answer fills, with unique negative numbers:
-    traces do not record which of them return in a later prompt."""
+    earlier blocks too. answer: the chunks that the answer fills, named by unique negative numbers,
+    because traces do not record which of them return in a later prompt."""
 
     at_s: float
     prompt: tuple[int, ...]
@@ -44,7 +44,7 @@ class Ask:
 
 
 def asks_of(trace: Trace, pace: Pace, blocks_per_chunk: int) -> list[Ask]:
-    """Return all requests of the trace in order of time."""
+    """Return all requests of the trace in time order."""
     numbers = itertools.count(1)
     chunk_tokens = blocks_per_chunk * trace.block_tokens
     asks = []
@@ -75,8 +75,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the run. Sizes are shares of the trace's working set. kv_bytes_per_token: by
-    default that of Llama 3.1 8B in 16 bits. Raises BenchError or ConfigError for wrong values."""
+    """Settings for the run. Sizes are shares of the trace's working set. kv_bytes_per_token: by
+    default that of Llama 3.1 8B at 16 bits. Raises BenchError or ConfigError for wrong values."""
 
     pace: Pace = field(default_factory=Pace)
     chunk_tokens: int = option(512, "Tokens per chunk, at least one block of the trace.", min=1)

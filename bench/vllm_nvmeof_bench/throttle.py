@@ -40,7 +40,7 @@ class ThrottleError(OffloadError):
 
 @dataclass(frozen=True)
 class Hierarchy:
-    """A place for groups that limit I/O: below `parent`, in cgroups of `version` 1 or 2.
+    """A location for groups that limit I/O: below `parent`, in cgroups of `version` 1 or 2.
 
     mount, mount_root: mount point of the cgroup file system, and the group at its root. enables_io:
     a directory to whose `cgroup.subtree_control` `+io` must first be written, or None.
@@ -100,8 +100,8 @@ def _mounts(root: Path) -> list[Mount]:
 
 
 def find_hierarchy(root: Path = ROOT) -> Hierarchy:
-    """Return a place where this process can create a group that limits I/O; raise ThrottleError if
-    there is none."""
+    """Return a location where this process can create a group that limits I/O; raise ThrottleError
+    if there is none."""
     mounts = sorted(_mounts(root), key=attrgetter("file_system"))  # v1 first
     for mount in mounts:
         place = root / mount.point.lstrip("/")
@@ -233,8 +233,8 @@ class Throttle:
         return [int(word) for word in _words(self._group / _MEMBERS)]
 
     def _remove(self) -> None:
-        """Move all processes back, those started within the group to the first one's earlier group;
-        then remove the group."""
+        """Move all processes back, then remove the group. Processes started within it move to the
+        first process's earlier group."""
         default = next(iter(self._origins.values()), self._hierarchy.parent)
         for _ in range(_REMOVE_TRIES_MAX):
             for pid in self._members():

@@ -66,7 +66,7 @@ class Request:
 @dataclass(frozen=True, slots=True, eq=False)
 class Session:
     """One user's steps in order: requests, and groups of sub-agents' sessions that run concurrently
-    while this session waits. start_s: None: it starts when a user is free."""
+    while this session waits. start_s: None if it starts when a user becomes free."""
 
     name: str
     steps: tuple[Step, ...]
@@ -103,7 +103,8 @@ class Trace:
         return replace(self, sessions=tuple(one for one in cut if one.steps))
 
     def scaled(self, block_tokens: int) -> Trace:
-        """Return the trace with blocks of `block_tokens`, and prompts and answers to scale."""
+        """Return the trace with blocks of `block_tokens`, and with prompts and answers scaled
+        accordingly."""
 
         def shrink(tokens: int) -> int:
             return max(1, round(tokens * block_tokens / self.block_tokens))
@@ -153,8 +154,9 @@ class Pace:
 
 
 def starts(trace: Trace, pace: Pace) -> tuple[list[tuple[float, Session]], Iterator[Session]]:
-    """Return (time, session) of sessions with a start time and of each user's first session, and
-    the sessions for users who become free. Sessions without a start time are in random order."""
+    """Return (time, session) for sessions with a start time and for each user's first session, and
+    the sessions that users start after finishing one. Sessions without a start time are in random
+    order."""
     free = [one for one in trace.sessions if one.start_s is None]
     random.Random(pace.seed).shuffle(free)
     timed = [(one.start_s, one) for one in trace.sessions if one.start_s is not None]
@@ -178,7 +180,7 @@ class _Cursor:
 
 
 def virtual(trace: Trace, pace: Pace) -> Iterator[tuple[float, Request]]:
-    """Yield (time, request) in order of time; answers have the recorded durations."""
+    """Yield (time, request) in time order; answers have the recorded durations."""
     numbers = itertools.count()  # the order of simultaneous events
     heap: list[tuple[float, int, _Cursor]] = []
 
