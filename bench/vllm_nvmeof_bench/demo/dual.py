@@ -66,8 +66,7 @@ _OTHERS = 2
 
 @dataclass
 class Phase:
-    """The crowd's results in one phase. pulled_bytes: read by D for P. read_bytes: read by P
-    itself."""
+    """A crowd's results in one phase. pulled_bytes: read by D for P. read_bytes: read by P."""
 
     name: str
     ttft_s: list[float] = field(default_factory=list)

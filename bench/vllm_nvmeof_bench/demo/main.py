@@ -123,7 +123,7 @@ def _measure(console: Console, quick: bool, random: bool, build: Path, target: P
         f"{format_bytes(shape.kv_bytes_per_token)} of KV cache per token"
     )
     plain = workload.server_spec(plan, model)
-    # vLLM computes this many tokens at its start, which takes long with a real model on two cores.
+    # At startup vLLM computes this many tokens, which is slow for a real model on two cores.
     plain = replace(plain, max_num_batched_tokens=plain.max_model_len)
     spec = replace(plain, offload=workload.offload_spec(plan, shape, target))
     runs = Runs(plan, shape, console)

@@ -244,8 +244,7 @@ class Runs:
         """Run a turn of each user in `turns`, then the crowd. settle: wait for all writes."""
         session = Session(startup_s=server.startup_s)
         async with Client(server.url) as client:
-            # Warm up: the first request is slower. It is shorter than a chunk, so its KV is not
-            # stored.
+            # Warm up: the first request is slower. Being shorter than a chunk, it is not stored.
             rng = np.random.default_rng(self._plan.seed + 1)
             await client.complete(random_tokens(rng, 48, self._shape), 4)
             for one in turns:
@@ -380,8 +379,7 @@ def _arrivals(times: Sequence[float], left: float, right: float) -> int:
 
 _CHUNK_BYTES = 512 * KIB
 _POOL_BYTES_MIN = 512 * MIB
-#: As much KV as the model for two cores, which a GPU would compute instantly, but 15 times the
-#: size.
+#: The two-core model, which a GPU would compute instantly, made 15 times as large with the same KV.
 _ON_A_GPU = ModelShape(hidden=4096, intermediate=14336, heads=32)
 
 
