@@ -66,7 +66,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
         return figure(key, value(key, "auto"), max(dma, kernel / KERNEL_MARGIN) if known else None)
 
     def both(key: _Key) -> Figure | None:
-        """Compare both directions at once with the mean of each alone."""
+        """Compare concurrent copies in both directions with the mean of each direction alone."""
         case, _, size, count = key
         alone = [value((case, one, size, count // 2), "dma") for one in ("store", "load")]
         return figure(key, value(key, "dma"), None if None in alone else sum(alone) / 2)
@@ -97,7 +97,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[Goal
 
 
 def _beside_crc(samples: Sequence[Sample]) -> Figure | None:
-    """Return a matrix product's best ratio of its rate during a fast enough launch to that
+    """Return the best ratio of the matrix product's rate during a fast enough launch to its rate
     alone."""
     beside = select(samples, case="crc_beside")
     products = select(samples, case="crc_matrix")

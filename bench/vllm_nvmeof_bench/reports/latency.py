@@ -50,8 +50,8 @@ class Point:
 @dataclass(frozen=True)
 class Sample:
     """A target, arm, point and round, with latencies of its completed `operations`. p99_us: the
-    slowest operation if there are fewer than 100. cpu_s_per_gib: of all the arm's processes, per
-    GiB of payload."""
+    slowest if fewer than 100 operations. cpu_s_per_gib: of all the arm's processes, per GiB of
+    payload."""
 
     target: str
     arm: str

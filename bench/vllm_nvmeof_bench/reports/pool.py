@@ -38,8 +38,7 @@ _LARGE = 512 * KIB
 @dataclass(frozen=True)
 class Sample:
     """One arm, case, block size and round; MiB and GiB count only payload. cpu_s_per_gib: None if
-    it cannot be split between reads and writes. p50_us, p99_us: None if the arm reports no
-    latency."""
+    reads and writes cannot be separated. p50_us, p99_us: None if the arm reports no latency."""
 
     arm: str
     case: str

@@ -140,13 +140,13 @@ def ratio_of_ttft(
 
 
 def ratio_of_hits(samples: Sequence[Any], arm: str, other: str, rate: int) -> list[float]:
-    """Return the ratios of the throughput of `arm` to that of `other`, paired by round."""
+    """Return the per-round ratios of the throughput of `arm` to that of `other`."""
     above, below = ({"arm": name, "rate": rate} for name in (arm, other))
     return [a / b for a, b in paired(samples, "tokens_per_s", above, below) if b]
 
 
 def ratio_of_cpu(samples: Sequence[Any], arm: str, other: str, rate: int) -> list[float]:
-    """Return the ratios of the CPU seconds of `arm` to those of `other`, paired by round."""
+    """Return the per-round ratios of the CPU seconds of `arm` to those of `other`."""
     above, below = ({"arm": name, "rate": rate} for name in (arm, other))
     return [a / b for a, b in paired(samples, "cpu_s", above, below) if b]
 

@@ -14,8 +14,9 @@ from vllm_nvmeof_offload.units import GIB
 @dataclass(frozen=True)
 class Sample:
     """One simulated run. sweep: `pool`, `cpu` or `writes`. Integers count tokens, except for the
-    threshold. stored: in the CPU tier. written: to the pool. stranded: share of the chunks left in
-    the tiers that cannot be found because their predecessor is in no tier."""
+    threshold. stored: tokens stored in the CPU tier. written: tokens written to the pool. stranded:
+    share of the chunks left in the tiers that cannot be found because their predecessor is in no
+    tier."""
 
     sweep: str
     policy: str

@@ -96,8 +96,7 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
 
 def _added_ms(samples: Samples, arm: str) -> float | None:
-    """Return the ms that a load adds to the longest gap, relative to a prompt that needs no
-    load."""
+    """Return the ms that a load adds to the longest gap, relative to a prompt without a load."""
     with_load, without = (
         median_of(samples, "gap_ms", arm=arm, phase=phase) for phase in (BACK, IN_GPU)
     )
