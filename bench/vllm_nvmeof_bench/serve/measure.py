@@ -10,7 +10,7 @@ hits: every arm first receives the prompts that return later and completes its w
 repeated on all arms as long as any CPU tier has no room for some chunks. A measurement empties the
 GPU's prefix cache and sends `count` prompts at once. At a hit rate of 50 %, half of the prompts
 were sent before; the others are new to every server. With `drive`, two more arms measure the
-minimum time to read the returning bytes, at the start of each round: `drive` reads as many bytes
+minimum time to read the returning bytes, at the start of each round: `drive` reads that many bytes
 from the disk, bypassing the page cache, and `stand_in` does so under a stand-in's throttle, if any.
 
 turns: at concurrency C there are C conversations. A turn is sent with the whole conversation so far
@@ -209,7 +209,7 @@ class HitSettings(ServerSettings):
 
         A CPU tier refuses chunks if a step computes more KV than it holds. When such a prompt
         returns, it is found in GPU memory, and the refused chunks are stored. All servers receive
-        the prompts equally often.
+        the prompts the same number of times.
         """
         fleet, stored = run.fleet, prompts_of(self, run.tokens, 100, 0)
         first: dict[str, Answer] = {}
@@ -293,8 +293,8 @@ _PIECE_BYTES, _READERS = 2 * MIB, 8
 def read_times(
     directory: Path, count: int, rates: Sequence[int | None] = (None,)
 ) -> Generator[list[float]]:
-    """Read about `count` bytes, bypassing the page cache, once per rate, and yield the seconds,
-    endlessly. rates: this process's limits in bytes/s; None: no limit. Close the generator at the
+    """Endlessly read about `count` bytes once per rate, bypassing the page cache, and yield the
+    seconds. rates: this process's limits in bytes/s; None: no limit. Close the generator at the
     end."""
     pieces = max(1, count // _PIECE_BYTES)
     with tempfile.NamedTemporaryFile(dir=directory) as file:

@@ -40,7 +40,7 @@ _MEASUREMENTS = 2
 
 
 class _Routing(NamedTuple):
-    """The routing of turns. servers: kind of servers. moves: whether conversations change
+    """A routing of turns to servers of the kind `servers`. moves: whether conversations change
     servers."""
 
     servers: str
@@ -170,8 +170,8 @@ class Settings(ServerSettings):
 async def _ask(
     client: Client, prompt: Sequence[int], settings: Settings, salt: str
 ) -> tuple[Answer, Hits]:
-    """Return the answer and the server's hits so far; raise BenchError if it cannot empty its GPU
-    memory."""
+    """Return the answer and the server's hits so far; raise BenchError if the server cannot empty
+    its GPU memory."""
     if not await client.forget_gpu():
         raise BenchError("a server has no /reset_prefix_cache: set VLLM_SERVER_DEV_MODE=1 there")
     reply = await client.attempt(prompt, settings.answer_tokens, cache_salt=salt)

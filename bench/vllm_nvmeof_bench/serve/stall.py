@@ -145,7 +145,7 @@ class Window:
         )
 
     def _sees(self, ended: Answer, again: Answer) -> bool:
-        """Return whether the time between two answers of a request overlaps the window."""
+        """Return whether the time between two answers to a request overlaps the window."""
         return ended.times[-1] <= self.end and (not again.times or again.times[0] >= self.begin)
 
     def _longest(self, times: Sequence[float]) -> float:

@@ -246,9 +246,8 @@ class Client:
     async def chat(
         self, messages: Sequence[Message], max_tokens: int, *, whole: bool = False
     ) -> Answer:
-        """Stream a greedy answer of at most `max_tokens` tokens. If the last message is an
-        assistant's, the answer continues it. whole: generate exactly `max_tokens`, ignoring the
-        model's end token.
+        """Stream a greedy answer of at most `max_tokens` tokens. It continues an assistant's last
+        message. whole: generate exactly `max_tokens`, ignoring the model's end token.
 
         Raises: ClientError: the server refused the request, or the answer is empty or too short.
         """
@@ -355,7 +354,7 @@ class Client:
         raise ClientError(f"{self._http.base_url} is still writing after {_SETTLE_S_MAX:.0f} s")
 
     async def hits(self) -> Hits:
-        """Return the prompt tokens so far by where their KV was found; 0 without `/metrics`."""
+        """Return the prompt tokens so far, by where their KV was found; 0 without `/metrics`."""
         return Hits.of(await self.counted())
 
     async def forget_gpu(self) -> bool:
@@ -386,7 +385,7 @@ def _why(response: httpx.Response) -> str:
 
 
 def _message(body: object) -> str:
-    """Return the message in an error of the OpenAI API or of a web framework."""
+    """Return the message in an error from the OpenAI API or a web framework."""
     found = body
     for key in ("error", "message", "detail"):
         found = found.get(key, found) if isinstance(found, dict) else found

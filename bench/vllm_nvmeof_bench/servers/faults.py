@@ -181,7 +181,7 @@ class FaultPlan:
         return float(self._knobs[knob].value)
 
     def link_ends_s(self, size_bytes: int, now_s: float) -> float:
-        """Return when the last byte of a read has passed the reads' link; 0 without a link."""
+        """Return when a read's last byte will have passed the reads' link; 0 without a link."""
         if not self.is_set("bytes_per_s"):
             return 0.0
         self._count("bytes_per_s")
@@ -244,7 +244,7 @@ class _Held:
 def inject(
     engine: IoEngine, control: str, rank: int, pool: Pool, memory: memoryview, base_address: int
 ) -> IoEngine:
-    """Wrap the engine of a server's rank with the faults of a control file."""
+    """Wrap the engine of a server's rank so that it injects the faults in a control file."""
     plan = FaultPlan(control_path=Path(control), rank=rank)
     return FaultyIoEngine(engine, plan, pool, memory, base_address)
 

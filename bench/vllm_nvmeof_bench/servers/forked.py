@@ -2,7 +2,7 @@
 """A `vllm serve` that is forked from a process that has already imported vLLM (`zygote.py`).
 
 Like every `Server`, it is a separate process with its own log. All servers of a zygote share the
-seed of string hashes, so a test of a restart with a different seed must not use one.
+seed of string hashes, so a test that restarts with a different seed must not use one.
 """
 
 from __future__ import annotations

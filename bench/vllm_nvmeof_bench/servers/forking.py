@@ -17,10 +17,10 @@ from vllm.utils import system_utils
 
 
 def fork_engines() -> None:
-    """Replace vLLM's choice of a start method. Call this before other modules import it, and with
-    OMP_NUM_THREADS=1: forking is unsafe with math threads."""
+    """Make vLLM fork. Call this before other modules import the replaced functions, and with
+    OMP_NUM_THREADS=1, because forking is unsafe with math threads."""
     system_utils.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
-    # Engine and worker poll for messages until a second has passed without one. With two servers
+    # The engine and the worker poll until a second has passed without a message. With two servers
     # on two cores, this takes half of the other server's computing time.
     shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0002)
     # vLLM requires more free space in /dev/shm than containers have, but uses little of it.

@@ -22,7 +22,7 @@ _READY_S, _STOP_S = 60.0, 10.0
 
 
 def dual_path_router(prefill: Sequence[Server], decode: Sequence[Server] = ()) -> list[str]:
-    """Return the command of our example router, which needs a checkout of this project."""
+    """Return the command for our example router, which needs a checkout of this project."""
     return [
         *(sys.executable, str(_EXAMPLE)),
         *(word for one in prefill for word in ("--prefill", one.url)),

@@ -89,7 +89,7 @@ if os.getppid() == int(sys.argv[1]):
 _POLL_S = 0.2
 _LOG_TAIL_LINES = 30
 _ERRORS_MAX = 4
-#: The prefix that vLLM's logger adds to lines of a traceback, and the last line of a traceback.
+#: The prefix that vLLM's logger adds to traceback lines, and the last line of a traceback.
 _LOG_PREFIX = re.compile(r"^(\([^)]*\) )?([A-Z]+ [\d-]+ [\d:]+ \[[^\]]*\] )?")
 _ERROR = re.compile(r"[A-Za-z_][\w.]*(Error|Exception): ")
 
@@ -108,7 +108,7 @@ class ServerError(OffloadError):
 
 @dataclass(frozen=True)
 class OffloadSpec:
-    """The offloading settings of a server.
+    """A server's offloading settings.
 
     size_gib: `--kv-offloading-size`, GiB of pinned memory over all ranks; None omits the flag.
     extra: keys of `kv_connector_extra_config`, and fields of `config.Tuning`; sizes are in bytes.
@@ -145,7 +145,7 @@ class OffloadSpec:
 
 @dataclass(frozen=True)
 class ServerSpec:
-    """The arguments of a server.
+    """A server's arguments.
 
     gpu_blocks: blocks of `block_size` tokens in the GPU cache, which is ordinary memory on a CPU
     build. cores_reserved: cores that vLLM does not use for math. program: the command for `vllm`;

@@ -5,8 +5,7 @@ Importing vLLM takes 12 s on one core, but a tiny model's engine starts in 3 s. 
 this process's environment, except for variables that they first read when they start.
 
 From stdin, this process reads a line per server to start (JSON: arguments, log, variables). To
-stdout it writes a line per started server (process ID) and per exited server (process ID, exit
-status).
+stdout it writes a line per started server (process ID) and per exited server (ID, exit status).
 """
 
 from __future__ import annotations
