@@ -263,7 +263,7 @@ class OurManager(_Manager):
     """Our manager, whose pool contains the `adopted` chunks."""
 
     manager: NVMeoFOffloadingManager
-    _others = 0  # steps of other requests
+    _others = 0  # steps taken by other requests
 
     def __init__(self, adopted: AdoptedEntries, cache_slots: int) -> None:
         super().__init__(NVMeoFOffloadingManager(CoreConfig(reload_cache_share=0.5)))

@@ -563,8 +563,7 @@ class Bench:
         on_progress: OnProgress = unheard,
         keep: Callable[[Sequence[Sample]], None] = lambda _: None,
     ) -> None:
-        """Set up the parts. keep: receives the current part's samples so far, during crc and
-        disk."""
+        """Set up the parts. keep: called with the part's samples so far, during crc and disk."""
         self._world = world
         self._settings = settings
         self._torch = torch

@@ -13,8 +13,7 @@ slot is 8 KiB: a header page and the payload. At other sizes both arms move whol
 
 At every point of every round both arms run on both targets in random order, so that compared values
 are measured within seconds of each other. Each size has separate files and pools. A throttle is set
-only during measurements, but its control group contains this process and its children from the
-start.
+only during measurements, but this process and its children are in its group from the start.
 """
 
 from __future__ import annotations

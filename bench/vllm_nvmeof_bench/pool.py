@@ -192,7 +192,7 @@ class Moved:
 
 
 class Job(NamedTuple):
-    """A transfer of blocks. Concurrent writing jobs have no block in common."""
+    """A transfer of blocks. Concurrent write jobs never share a block."""
 
     is_read: bool
     blocks: Sequence[int]
@@ -307,8 +307,7 @@ class Beside:
         written, reading, submitted_s = 0, 0, 0.0
         due_s = time.perf_counter() + self._settings.read_gap_s / 4
         end_s = time.perf_counter() + _STALL_S
-        # Even beyond the budget, wait for a submitted read, and for a first write to measure a
-        # rate.
+        # Even beyond the budget, wait for a submitted read and for a first write, to have a rate.
         while True:
             more = len(self._latencies_s) < reads
             if written and not reading and (written >= budget or (reads and not more)):

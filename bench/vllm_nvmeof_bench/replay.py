@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`bench replay`: replay the same sessions of a trace at the same pace against each arm.
 
-In every round the arms run one after another in random order. Prompts of different rounds share no
+In every round the arms run one after another in random order. Prompts in different rounds share no
 tokens. A session's next request is sent after the previous answer and the user's think time. A slow
 server thus receives requests later, not more of them at once.
 """
@@ -181,8 +181,7 @@ class Replay:
     asked: set[int] = field(default_factory=set)
 
     async def run(self, duration_s: float) -> None:
-        """Run until all sessions end or `duration_s` has passed; then cut off requests in
-        flight."""
+        """Run until all sessions end or `duration_s` passes; then cut off requests in flight."""
         self._begun_s = time.perf_counter()
         begun, waiting = starts(self.trace, self.pace)
         everyone = (self._user(itertools.chain([one], waiting), at_s) for at_s, one in begun)

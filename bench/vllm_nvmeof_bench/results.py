@@ -2,10 +2,9 @@
 """Benchmark samples: results files, medians and goals.
 
 A file is `{"schema", "bench", "fields", "samples", "conditions"}`. A row in `samples` has the
-fields' values; in older files, which have no fields, it is a dict. Readers compute results from the
-samples: a file contains no verdict. A sample is a frozen dataclass of numbers and strings; a
-*measure* is the name of a field or property. Percentiles are nearest-rank, so that each is a
-measured value.
+fields' values; in older files, without fields, it is a dict. Readers compute results from the
+samples: a file has no verdict. A sample is a frozen dataclass of numbers and strings; a *measure*
+is the name of a field or property. Percentiles are nearest-rank, so that each is a measured value.
 """
 
 from __future__ import annotations
@@ -121,7 +120,7 @@ def paired(
     below: dict[str, object],
     key: Callable[[Any], Any] = lambda one: one.round,
 ) -> list[tuple[float, float]]:
-    """Return a pair of medians per key (such as a round) that both selections measured."""
+    """Return a pair of medians for each key (such as a round) that both selections measured."""
     sides = []
     for wanted in (above, below):
         groups: dict[Any, list[float]] = {}

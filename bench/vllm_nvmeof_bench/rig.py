@@ -4,7 +4,7 @@
 The rig is the product's pipeline over a pool, with a separate I/O engine for reads without a
 pipeline. "GPU memory" is an ordinary array with the chunks' blocks in random order. Chunk i is in
 pool slot i; all chunks were written once. The blocks are zeroed before each load and then compared
-with what was written, so that a load of wrong data gives no result. The arms of `measure_arm`:
+with what was written, so that a load of wrong data gives no result. The arms for `measure_arm`:
 
     ours       one load, streamed
     two_phase  fetches into the CPU tier and loads from it, one full tier at a time

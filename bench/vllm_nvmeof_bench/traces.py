@@ -103,8 +103,8 @@ class Trace:
         return replace(self, sessions=tuple(one for one in cut if one.steps))
 
     def scaled(self, block_tokens: int) -> Trace:
-        """Return the trace with blocks of `block_tokens`, and with prompts and answers scaled
-        accordingly."""
+        """Return the trace with blocks of `block_tokens`, and prompts and answers scaled to
+        match."""
 
         def shrink(tokens: int) -> int:
             return max(1, round(tokens * block_tokens / self.block_tokens))
@@ -155,8 +155,7 @@ class Pace:
 
 def starts(trace: Trace, pace: Pace) -> tuple[list[tuple[float, Session]], Iterator[Session]]:
     """Return (time, session) for sessions with a start time and for each user's first session, and
-    the sessions that users start after finishing one. Sessions without a start time are in random
-    order."""
+    the users' later sessions. Sessions without a start time are in random order."""
     free = [one for one in trace.sessions if one.start_s is None]
     random.Random(pace.seed).shuffle(free)
     timed = [(one.start_s, one) for one in trace.sessions if one.start_s is not None]
