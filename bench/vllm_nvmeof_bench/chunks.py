@@ -721,7 +721,7 @@ class _Round:
         self._dice = random.Random(f"{settings.seed} {number}")
         self._made = 0
         self._ours.fill(self._new_keys(settings.cache_slots))
-        # Only the upper half: the lower one is evicted first.
+        # Use only the upper half, because the lower half is evicted first.
         rows = np.random.default_rng([settings.seed, 2 + number]).permutation(len(keys) // 2)
         self._in_pool = keys[len(keys) - len(rows) :][rows]
 

@@ -24,7 +24,7 @@ from vllm_nvmeof_offload.units import format_bytes
 
 @contextlib.contextmanager
 def home_in(directory: Path, bytes_max: int, remedy: str = "give another --dir") -> Iterator[Path]:
-    """Create a directory inside `directory`, and delete it with its content at the end. Raise
+    """Create a directory inside `directory`, and delete it with its contents at the end. Raise
     BenchError if `directory` cannot be used or has less than `bytes_max` free."""
     made = not directory.exists()
     try:

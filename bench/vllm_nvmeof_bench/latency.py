@@ -158,8 +158,8 @@ class Order(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A job's result. latencies_us: of operations submitted after the ramp. seconds, cpu_s: time
-    and CPU time from the end of the ramp to the last completion."""
+    """A job's result. latencies_us: latencies of operations submitted after the ramp. seconds,
+    cpu_s: time and CPU time from the end of the ramp to the last completion."""
 
     latencies_us: list[float]
     seconds: float

@@ -135,7 +135,7 @@ class _Worker(NamedTuple):
 
 @dataclass
 class _Pair:
-    """Both servers, at one pair of link rates."""
+    """Both servers, for one pair of link rates."""
 
     rig: Rig
     settings: Settings

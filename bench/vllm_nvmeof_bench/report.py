@@ -240,7 +240,7 @@ def show(console: Console, parts: Iterable[Table | str]) -> None:
 
 
 def markdown(parts: Iterable[Table | str]) -> list[str]:
-    """Convert tables and lines of text to blocks of Markdown."""
+    """Convert tables and lines of text to Markdown blocks."""
     blocks = []
     for part in parts:
         if isinstance(part, Table):

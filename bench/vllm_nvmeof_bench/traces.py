@@ -123,7 +123,7 @@ class Trace:
         return Trace(self.name, block_tokens, tuple(map(session, self.sessions)))
 
     def unique_tokens(self) -> int:
-        """Return the tokens of all distinct blocks, which are the working set."""
+        """Return the number of tokens in all distinct blocks, which are the working set."""
         every = [one.blocks for one in self.requests()]
         return len(np.unique(np.concatenate(every))) * self.block_tokens if every else 0
 

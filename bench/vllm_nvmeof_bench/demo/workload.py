@@ -241,7 +241,7 @@ class Runs:
         crowd: bool = False,
         settle: bool = False,
     ) -> Session:
-        """Run a turn of each user in `turns`, then the crowd. settle: wait for all writes."""
+        """Run a turn for each user in `turns`, then the crowd. settle: wait for all writes."""
         session = Session(startup_s=server.startup_s)
         async with Client(server.url) as client:
             # Warm up: the first request is slower. Being shorter than a chunk, it is not stored.

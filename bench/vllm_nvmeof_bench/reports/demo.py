@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from vllm_nvmeof_bench.report import Column, Conditions, Report, Table, by, medians
 from vllm_nvmeof_bench.results import median_of, select
 
-#: Case → the case relative to which its speed-up is computed.
+#: Case → the base case for its speed-up.
 _BASES = {
     **dict.fromkeys(("cpu_tier", "pool", "restart"), "cold_without"),
     "preempted": "preempted_recompute",

@@ -173,7 +173,7 @@ def load_ratio(samples: Samples, chunks: int = _CHUNKS) -> Figure | None:
 
 
 def _growth(samples: Samples) -> Figure | None:
-    """Return the worst ratio of µs per chunk at 65,536 to that at 8,192, for loads and stores."""
+    """Return the worst ratio of µs per chunk, 65,536 chunks to 8,192, for loads and stores."""
 
     def ratio(case: str, parts: Parts) -> Figure | None:
         wanted = list(parts)

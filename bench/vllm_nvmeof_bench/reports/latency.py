@@ -73,7 +73,7 @@ class Sample:
 
 
 class Added(NamedTuple):
-    """The difference between two medians, in µs and in per cent of the first."""
+    """The difference between two medians, in µs and as a percentage of the first."""
 
     us: float
     per_cent: float

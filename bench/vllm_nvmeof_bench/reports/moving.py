@@ -90,12 +90,12 @@ def ratio_of_ttft(samples: Samples, arm: str, other: str) -> list[float]:
 
 
 def ratio_of_found(samples: Samples, arm: str, other: str) -> list[float]:
-    """Return the ratios of the shares of prompt tokens that were not computed, round by round."""
+    """Return the per-round ratios of the shares of prompt tokens that were not computed."""
     return _by_round(samples, arm, other, lambda some: _found(some, *_PLACES))
 
 
 def ratio_of_tokens(samples: Samples, arm: str, other: str) -> list[float]:
-    """Return the ratios of tokens per second on `arm` to those on `other`, round by round."""
+    """Return the per-round ratios of tokens per second on `arm` to those on `other`."""
     return _by_round(samples, arm, other, tokens_per_s)
 
 

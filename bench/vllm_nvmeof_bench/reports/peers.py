@@ -27,7 +27,7 @@ MB = 1_000_000
 NO_LINKS = "0:0"
 LOAD, IDLE = "load", "idle"
 WITHOUT, ABSENT, BOTH, LANDING = "without", "absent", "both", "landing"
-#: An arm that only results of earlier versions contain.
+#: An arm that occurs only in results of earlier versions.
 VLLM_P2P = "vllm_p2p"
 ARMS = {
     WITHOUT: "own link, no peer",

@@ -17,8 +17,8 @@ _PLACES = {"gpu": "GPU", "cpu": "CPU tier", "pool": "pool", "other": "elsewhere"
 @dataclass(frozen=True)
 class Sample:
     """One request. at_s: seconds from the first user's arrival to sending. ttft_s, end_s: seconds
-    since sending; ttft_s is None without a token. ended: `whole`, `failed`, or `cut` at the end of
-    the run. why: the reason for a failure."""
+    since sending; ttft_s is None if no token arrived. ended: `whole`, `failed`, or `cut` at the end
+    of the run. why: the reason for a failure."""
 
     arm: str
     session: str

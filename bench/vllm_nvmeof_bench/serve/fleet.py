@@ -256,7 +256,7 @@ class Sizes:
         return 2 * self.slots(self.working_tokens) * slot_stride_bytes(self.chunk_bytes) + 64 * MIB
 
     def tokens_of(self, tier: str) -> int:
-        """Return the tokens in a CPU tier that holds `tier`: "all" or "third"."""
+        """Return the number of tokens in a CPU tier that holds `tier`: "all" or "third"."""
         if tier == "all":
             return self.working_tokens
         return self.working_tokens // 3 if self.third_tokens is None else self.third_tokens
@@ -312,7 +312,7 @@ def _fs(place: Path) -> dict[str, object]:
 
 
 def _lifeboat(place: Path, sizes: Sizes) -> dict[str, object]:
-    """Return Lifeboat's tier with its settings for one GPU node, without dashboard or exporter."""
+    """Return Lifeboat's tier, set up for one GPU node, without a dashboard or exporter."""
     place.mkdir(parents=True, exist_ok=True)
     settings = {
         "extends": "single_node_gpu",

@@ -227,7 +227,7 @@ class HitSettings(ServerSettings):
         return first
 
     def _least(self) -> Generator[list[HitSample]]:
-        """Measure the minimum time to read the bytes of all returning prompts, repeatedly."""
+        """Repeatedly measure the minimum time to read the bytes of all returning prompts."""
         tokens = self.count * self.prompt_tokens
         count = tokens * self.sizes().kv_bytes_per_token
         is_throttled = any(arm.throttled for arm in self.servers())

@@ -169,7 +169,7 @@ class Watched:
     tokens_max: int = _DECODED_MAX
 
     async def run(self, alone_s: float) -> tuple[Window, Window]:
-        """Return the windows before the prompt is sent, and until its first token."""
+        """Return the window before the prompt is sent, and the one from then to its first token."""
         if self.phase == BACK and not await self.client.forget_gpu():
             raise BenchError("the server cannot empty its prefix cache")
         before = await self.client.hits()

@@ -54,7 +54,7 @@ def process_stats() -> Iterator[list[str]]:
 
 def group_alive(group: int) -> bool:
     """Return whether any process of the group is running. A zombie counts as running, and holds its
-    locks, if it has other threads, as a killed process that waits for a disk does."""
+    locks, if it has other threads, like a killed process that is waiting for a disk."""
     return any(
         int(stat[2]) == group and (stat[0] not in "ZX" or int(stat[17]) > 1)
         for stat in process_stats()
