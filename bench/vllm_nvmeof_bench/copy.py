@@ -86,7 +86,7 @@ _ROOM = 8 / 7
 
 
 class World:
-    """GPU memory and staging for `size` bytes of blocks each, and the arms that copy between them.
+    """GPU memory and staging, each for `size` bytes of blocks, and the arms that copy between them.
 
     arms: dma, dma_overlap, kernel, auto, and `others`. An arm that fails is moved to `failed`, with
     its error. kernel: the loaded function, or the reason why there is none.

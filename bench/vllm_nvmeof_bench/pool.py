@@ -307,7 +307,7 @@ class Beside:
         written, reading, submitted_s = 0, 0, 0.0
         due_s = time.perf_counter() + self._settings.read_gap_s / 4
         end_s = time.perf_counter() + _STALL_S
-        # Even beyond the budget, wait for a submitted read and for a first write, to have a rate.
+        # Even beyond the budget, wait for a submitted read and, to have a rate, for a first write.
         while True:
             more = len(self._latencies_s) < reads
             if written and not reading and (written >= budget or (reads and not more)):

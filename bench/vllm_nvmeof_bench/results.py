@@ -161,7 +161,8 @@ class Paired:
 
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
-    """Return the median of paired above / below. There must be a pair; all values must be > 0."""
+    """Return the median paired ratio of above to below. There must be a pair; all values must be >
+    0."""
     values = np.log(np.asarray(above, float)) - np.log(np.asarray(below, float))
     middle = float(np.exp(np.median(values)))
     if len(values) < _PAIRS_MIN:

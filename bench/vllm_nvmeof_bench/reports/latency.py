@@ -90,8 +90,8 @@ def added(
 
 
 def as_expected(samples: Sequence[Sample], point: Point) -> Paired | None:
-    """Return the per-round ratio of our mean latency on the second target to the expected one:
-    fio's there plus what our engine adds to fio's on the first target."""
+    """Return the median over rounds of the ratio of our mean latency on the second target to the
+    expected one: fio's there plus what our engine adds to fio's on the first target."""
     before, after = distinct(samples, "target")[:2]
     rounds: dict[int, dict[tuple[str, str], float]] = {}
     for one in select(samples, point=point):

@@ -85,7 +85,7 @@ def _paired(samples: Samples, arm: str, other: str, measure: str) -> list[tuple[
 
 
 def ratio_of_ttft(samples: Samples, arm: str, other: str) -> list[float]:
-    """Return the ratios of the TTFT on `arm` to that on `other`, turn by turn."""
+    """Return the per-turn ratios of the TTFT on `arm` to that on `other`."""
     return [a / b for a, b in _paired(samples, arm, other, "ttft_s")]
 
 

@@ -252,7 +252,7 @@ class Sizes:
 
     @property
     def pool_bytes(self) -> int:
-        """The size of a pool: room for twice the bytes that are ever stored."""
+        """The size of a pool: room for twice as many bytes as are ever stored."""
         return 2 * self.slots(self.working_tokens) * slot_stride_bytes(self.chunk_bytes) + 64 * MIB
 
     def tokens_of(self, tier: str) -> int:
@@ -376,7 +376,7 @@ class Fleet:
         return self.runner.run(coroutine)
 
     def cpu_s(self, name: str) -> float | None:
-        """Return the CPU seconds of a server so far; None if it was not started here."""
+        """Return the CPU seconds that a server has used; None if it was not started here."""
         server = self.servers.get(name)
         return None if server is None else group_cpu_s(server.pid)
 

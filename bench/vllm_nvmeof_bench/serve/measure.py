@@ -334,7 +334,7 @@ def _limited(directory: Path, rate: int | None) -> Iterator[None]:
 
 
 def prompts_of(settings: HitSettings, tokens: Tokens, rate: int, number: int) -> _Batch:
-    """Return a batch in random order: `rate` per cent of its prompts return, the others are new."""
+    """Return a batch in random order: `rate` per cent of its prompts return; the others are new."""
 
     def draw(*words: int) -> np.random.Generator:
         return np.random.default_rng([settings.seed, *words])
