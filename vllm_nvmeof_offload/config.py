@@ -340,26 +340,26 @@ class OffloadConfig(BaseModel):
         "the number; without the plugin, give vLLM's --data-parallel-size.",
         ge=1, le=64)
     offload_prompt_only: bool = _flag(
-        False, "Key of vLLM: store only prompts. By default, answers are stored too.")
+        False, "A vLLM key: store only prompts. By default, answers are stored too.")
     blocks_per_chunk: int | None = _key(
         None, "blocks", "an integer of at least 1, or leave it out",
-        "Key of vLLM: blocks per chunk; overrides chunk_bytes_min.", ge=1)
+        "A vLLM key: blocks per chunk; overrides chunk_bytes_min.", ge=1)
     block_size: int | None = _key(
         None, "tokens", "a multiple of vLLM's --block-size, or leave it out",
-        "Key of vLLM: tokens per chunk; overrides chunk_bytes_min.", ge=1)
+        "A vLLM key: tokens per chunk; overrides chunk_bytes_min.", ge=1)
     self_describing_kv_events: bool = _flag(
-        False, "Key of vLLM: include token ids in KV events.")
+        False, "A vLLM key: include token ids in KV events.")
     sync_load_budget_bytes: int = _key(
         0, "bytes", "0, or leave it out: a synchronous load that fails cannot be reported in time",
-        "Key of vLLM: bytes that are loaded synchronously.", ge=0, le=0)
+        "A vLLM key: bytes that are loaded synchronously.", ge=0, le=0)
     canonical_layout: Literal[False] = _key(
         False, "", "false, or leave it out: pools keep each rank's own layout",
-        "Key of vLLM: one layout for all ranks.")
+        "A vLLM key: one layout for all ranks.")
     spec_name: Literal["NVMeoFOffloadingSpec"] = _key(
-        SPEC_NAME, "", f'"{SPEC_NAME}", or leave it out', "Key of vLLM: the name of our spec.")
+        SPEC_NAME, "", f'"{SPEC_NAME}", or leave it out', "A vLLM key: the name of our spec.")
     spec_module_path: str | None = _key(
         SPEC_MODULE, "", f'"{SPEC_MODULE}", or leave it out',
-        "Key of vLLM: the module of our spec.")
+        "A vLLM key: the module of our spec.")
     # fmt: on
     _tuning: Tuning = PrivateAttr(TUNING)
 

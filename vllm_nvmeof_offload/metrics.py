@@ -150,7 +150,7 @@ COUNTERS = _table(
          "prefetch, and retain_s of 0 as drop. Unknown and malformed actions were ignored."),
     # -- stores, writes, evictions
     _row("stored_chunks", "chunks", (),
-         "Chunks whose store into the CPU tier was planned."),
+         "Chunks scheduled to be stored in the CPU tier."),
     _row("unstored_chunks", "chunks", _one("reason", "no_room", "incomplete", "below_threshold"),
          "Chunks not stored, by reason. no_room: the CPU tier was still full when the request "
          "ended. incomplete (summed over ranks): vLLM passed only some of the blocks. "

@@ -248,7 +248,7 @@ class LoadTimes:
             self._admission.probed(missed=missed)
 
     def _waited_s(self, op: Op) -> float:
-        """Return the seconds since the op's plan in which the model computed no prompts."""
+        """Return the seconds since the op was planned that the model did not spend on prompts."""
         seconds = self._clock() - op.issued_s
         return max(0.0, seconds - (self._ledger.prompts_s() - op.prompts_s))
 

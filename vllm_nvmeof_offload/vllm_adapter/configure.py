@@ -147,10 +147,10 @@ _SPECS = "vllm.v1.kv_offload.factory"
 
 
 def register_loaded() -> None:
-    """Register our names, which JSON may use, with the factories that are already imported.
+    """Register our class names, so that JSON can use them, with the factories imported so far.
 
-    Importing a factory takes a second, even without offloading. Factories imported later find our
-    classes by the module paths from `complete`.
+    The others are not imported here, because that takes a second even without offloading. They
+    find our classes later, by the module paths from `complete`.
     """
     connectors = getattr(sys.modules.get(_CONNECTORS), "KVConnectorFactory", None)
     if connectors is not None and CONNECTOR_NAME not in connectors._registry:

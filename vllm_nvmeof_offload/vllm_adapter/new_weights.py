@@ -342,7 +342,7 @@ class PausedTiers:
         return False
 
 
-#: The beginning of the name of vLLM's engine process; a number may follow it.
+#: The prefix of the name of vLLM's engine process; a number may follow the prefix.
 _ENGINE = "EngineCore"
 _LOOK_S = 1.0
 #: The time for an orderly exit, after which this process is killed.

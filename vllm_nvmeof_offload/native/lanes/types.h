@@ -69,7 +69,7 @@ struct Region {
 struct SlotPlace {
   Region region;
   uint32_t slot = 0;
-  // These are recorded but never compared: whether no other rank holds the chunk, and its client.
+  // Recorded but never compared: whether only this rank holds the chunk, and the chunk's client.
   bool single_copy = false;
   uint32_t client = 0;
 };

@@ -470,7 +470,8 @@ bool Tiers::retain(uint64_t session, uint32_t client, uint32_t until, uint8_t pr
   return false;
 }
 
-// From now on, evict retained chunks last. Until the first such chunk, retention costs nothing.
+// From now on, evict retained chunks last. Called when the first chunk is retained, so that
+// retention costs nothing until then.
 void Tiers::start_keeping() {
   if (std::exchange(keeping_, true)) return;
   const auto wrap = [this](std::unique_ptr<Order>& order, const Slots& slots, KeptSlots& kept) {
