@@ -272,7 +272,7 @@ def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
     }
     yield _rivals_table(samples, ratios)
     written = {arm: count for arm, count in conditions.get("written_bytes", {}).items() if count}
-    if written:
+    if written and arms:
         tokens = sum(one.prompt_tokens for one in select(samples, arm=arms[0], phase="cold"))
         columns = [
             Column("arm", str),

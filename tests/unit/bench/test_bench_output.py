@@ -15,7 +15,7 @@ from vllm_nvmeof_bench.benchmark import command, words_of
 from vllm_nvmeof_bench.reports.copy import Sample, goals
 from vllm_nvmeof_bench.results import Goal, missed
 
-from tests.unit.bench.made_up import CONDITIONS, agentic, everything
+from tests.unit.bench.made_up import CONDITIONS, agentic, every_copy
 from vllm_nvmeof_offload.cli import app
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -100,7 +100,7 @@ def slower(samples: list[Sample], share: float, **wanted: object) -> list[Sample
 
 
 def test_every_goal_is_reached_by_samples_made_up_for_it() -> None:
-    found = goals(everything(), CONDITIONS)
+    found = goals(every_copy(), CONDITIONS)
     assert len(found) == 7
     assert [row.name for row in found if row.reached is not True] == []
 
@@ -124,7 +124,7 @@ def test_every_goal_is_reached_by_samples_made_up_for_it() -> None:
 def test_one_bad_size_or_direction_misses_a_goal(
     target: str, share: float, wanted: dict[str, object]
 ) -> None:
-    samples = slower(everything(), share, **wanted)
+    samples = slower(every_copy(), share, **wanted)
     row = rows(samples)[target]
     assert row.reached is False and row.n == 3
     for field in ("direction",):
@@ -135,29 +135,29 @@ def test_one_bad_size_or_direction_misses_a_goal(
 def test_auto_may_choose_dma_where_the_kernel_is_not_clearly_faster() -> None:
     target = "auto / the better of DMA and kernel ÷ 1.5"
     small = {"case": "few", "arm": "kernel", "direction": "load"}
-    assert rows(slower(everything(), 1.4, **small))[target].reached is True
-    assert rows(slower(everything(), 2.0, **small))[target].measured == pytest.approx(0.75)
+    assert rows(slower(every_copy(), 1.4, **small))[target].reached is True
+    assert rows(slower(every_copy(), 2.0, **small))[target].measured == pytest.approx(0.75)
 
 
 def test_the_cheapest_launch_that_makes_checksums_fast_enough_decides() -> None:
     target = "bf16 matrix products beside CRC-32C at 12.5 GB/s / alone"
-    row = rows(everything())[target]
+    row = rows(every_copy())[target]
     assert row.measured == pytest.approx(0.992) and (row.n, row.where) == (3, "best")
-    too_slow = slower(everything(), 0.9, case="crc_beside", arm="best")
+    too_slow = slower(every_copy(), 0.9, case="crc_beside", arm="best")
     row = rows(too_slow)[target]
     assert row.measured == pytest.approx(0.98) and (row.reached, row.where) == (False, "many")
-    assert rows(slower(everything(), 0.9, case="crc_beside"))[target].reached is None
+    assert rows(slower(every_copy(), 0.9, case="crc_beside"))[target].reached is None
 
 
 def test_goals_are_ratios_of_medians() -> None:
-    found = rows(everything())
+    found = rows(every_copy())
     both = found["both directions at once / one direction, 2 MiB"]
     assert both.measured == pytest.approx(85.0 / 50.0)
     assert found["auto / vLLM's own code, 16 to 64 KiB"].measured == pytest.approx(0.98 / 0.7)
 
 
 def test_without_vllms_arm_its_goal_is_neither_reached_nor_missed() -> None:
-    samples = [one for one in everything() if one.arm != "vllm"]
+    samples = [one for one in every_copy() if one.arm != "vllm"]
     assert rows(samples)["auto / vLLM's own code, 16 to 64 KiB"].reached is None
     assert all(row.reached is None for row in goals([], CONDITIONS))
 
