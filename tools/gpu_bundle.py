@@ -110,7 +110,7 @@ def vllm_wheel() -> Path:
 
 
 def install(plan: Plan, site: Path) -> None:
-    """Install our wheel and vLLM's imports, for the Python and glibc of the GPU machine."""
+    """Install our wheel and vLLM's imports, built for the GPU machine's Python and glibc."""
     binary = ("--no-deps", "--only-binary=:all:", "--python-version", plan.python)
     # Our wheel can need a later glibc. The last part of its file name is its platform tags.
     own = plan.wheel.stem.split("-")[-1].split(".")

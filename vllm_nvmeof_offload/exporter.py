@@ -59,7 +59,7 @@ class ExporterSettings:
 
 
 class Exporter(Collector):
-    """An exporter that runs until `stop`. `where` is its address or file, for the log. Raises
+    """An exporter that runs until `stop`. `where` is its address or file, as logged. Raises
     ConfigError if the exporter cannot listen at the configured address."""
 
     def __init__(

@@ -113,8 +113,8 @@ class SharedLane(Lane):
 
 
 def balance(lanes: list[Lane], share: float = 0.6) -> list[float]:
-    """Return the lanes' maximum / mean of bytes by window, for the first `share` of the windows
-    with reads, because too few agents remain in the last ones."""
+    """Return the lanes' maximum / mean of bytes by window. Only the first `share` of the windows
+    with reads counts, because too few agents remain in the last ones."""
     length = max((len(lane.windows) for lane in lanes), default=0)
     found = []
     for window in range(length):

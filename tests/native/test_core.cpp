@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// Exercises the native core without Python, for the sanitizers: a random mix of all operations of
-// the engine, from a seed, on real rings and files. Exits with 1 on failure.
+// Exercises the native core under sanitizers, without Python. A seed determines a random mix of all
+// operations of the engine on real rings and files. Exits with 1 on failure.
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/mman.h>

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Drives the worker's machine without Python, for the sanitizers: random commands, from a seed, on
-// lanes that accept, end, hang and release operations at random. Exits with 1 on failure. A plain
-// model checks the rules on which a manager relies:
+// Drives the worker's machine under sanitizers, without Python. A seed determines random commands
+// on lanes that accept, end, hang and release operations at random. Exits with 1 on failure. A
+// plain model checks the rules on which a manager relies:
 //
 // - Each row has one outcome, and one release, after which no lane uses its cache slot.
 // - An operation has its group's payload size. A store's row without its blocks is STALE.

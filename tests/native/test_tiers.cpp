@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: Apache-2.0
-// Drives the manager's tiers without Python, for the sanitizers: random plans, holds, resets and
-// reports of two ranks, from a seed, while two other engines change their chunks. At the end, no
-// slot is in use or an orphan, and every entry is found by its key. Exits with 1 on failure.
+// Drives the manager's tiers under sanitizers, without Python. A seed determines random plans,
+// holds, resets and reports of two ranks, while two other engines change their chunks. At the end,
+// no slot is in use or an orphan, and every entry is found by its key. Exits with 1 on failure.
 #include <sys/mman.h>
 #include <unistd.h>
 

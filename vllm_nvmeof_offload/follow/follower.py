@@ -288,7 +288,7 @@ class _Region:
         return self._source.rows, self._source.log_fd()
 
     def _source_of(self, owner: int) -> Source:
-        """Return the source of this owner's rows, for the superblock's current shape."""
+        """Return the source of this owner's rows that fits the superblock's current shape."""
         now, source = self.superblock, self._source
         assert now is not None
         belongs = self._begun is not None and self._begun.owner == owner

@@ -56,10 +56,10 @@ class CoreConfig:
     `world_size` is the number of ranks that report. `key_bytes` is the length of an offload key:
     vLLM's block hash plus four bytes for the group's number. `groups` are the offloaded KV cache
     groups, by position. A chunk is stored at its `store_threshold`-th sighting. `eviction_policy`
-    is the configured name, for the start line; the core gets the policy separately. `credit_share`
-    states how much longer a reused chunk is kept (`Recency`); 0 is plain LRU. With `ON_EVICTION`,
-    at least `clean_share` stays free or evictable without loss. With `kv_events`, changes are
-    recorded for `ManagerCore.take_changes`. One client can retain `retain_share` of each tier.
+    is the configured name, as in the start line; the core gets the policy separately.
+    `credit_share` states how much longer a reused chunk is kept (`Recency`); 0 is plain LRU. With
+    `ON_EVICTION`, at least `clean_share` stays free or evictable without loss. With `kv_events`,
+    `ManagerCore.take_changes` gets changes. One client can retain `retain_share` of each tier.
     Without `admission`, every hit is loaded. `equal_min` chunks of a group must be equal on a set's
     ranks before the ranks share one copy; from then on, every rank also stores one chunk in
     `sample_every`, for comparison. `peers` are the peers' addresses, by lane.

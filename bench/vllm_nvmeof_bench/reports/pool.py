@@ -91,7 +91,7 @@ def goals(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> list[resu
     def ratio(
         case: str, block: int = 2 * MIB, measure: str = _RATE, rival: str = _FS, base: str = ""
     ) -> Figure | None:
-        """Return the ratio of ours to a rival's, in `case` or, for the rival, in `base`."""
+        """Return the ratio of ours in `case` to a rival's in `base`, which is `case` if empty."""
         above = {"arm": "ours", "case": case, "block_bytes": block}
         below = {"arm": rival, "case": base or case, "block_bytes": block}
         where = f"{results.size_name(block)}, {rival}"

@@ -366,7 +366,7 @@ class TurnSettings(ServerSettings):
         check_positive(self, "answer_tokens", "rounds")
 
     def sizes(self) -> Sizes:
-        """Return sizes for the servers to start, for the highest concurrency."""
+        """Return the sizes that servers need at the highest concurrency."""
         growth = (self.turns - 1) * self.grow_tokens
         one = self.first_tokens + growth + self.turns * self.answer_tokens
         return self.sizes_of(

@@ -101,9 +101,10 @@ class SetMemory {
 // A rank as a member of its set. The machine uses this class only for rows that name one member.
 //
 // The member that a row names, its holder, processes the row. The others do nothing for a store or
-// write. For a read into a cache slot, they wait for the fill word of the holder's slot; for a read
-// through a stream slot, for the holder's announcement. The row is announced once, with its slot or
-// as failed. Each other member releases the announcement once, even if it has given up on the row.
+// write. For a read into a cache slot, they wait for the fill word of the holder's slot; before a
+// read through a stream slot, they await the holder's announcement. The row is announced once, with
+// its slot or as failed. Each other member releases the announcement once, even if it has given up
+// on the row.
 //
 // A wait has no deadline, because the holder may have much to read first. Instead, tasks fail with
 // DEADLINE once the holder has left, or has made no progress for the time limit of a read.
