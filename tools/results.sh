@@ -11,6 +11,13 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash tools/bench_setup.sh
 
+# The kernel thread that dispatches throttled reads would wait for seconds behind vLLM's threads.
+autogroup=/proc/sys/kernel/sched_autogroup_enabled
+if [ -w "$autogroup" ]; then
+    trap "echo $(<"$autogroup") >$autogroup" EXIT
+    echo 0 >"$autogroup"
+fi
+
 results=${1:-bench/results}
 disk=${2:-build/bench/disk}
 names=("${@:3}")

@@ -538,6 +538,17 @@ def test_arms_differ_from_a_plain_server_only_in_offloading(tmp_path: Path) -> N
 PLACE = Path("place")
 
 
+@pytest.mark.parametrize(("value", "warns"), [("1", True), ("0", False), (None, False)])
+def test_a_kernel_that_can_stall_the_stand_in_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str | None, warns: bool
+) -> None:
+    monkeypatch.setattr(fleet, "read_text", lambda *parts: value)
+    sizes = on(monkeypatch, cpu=True)
+    found = fleet._conditions([ARMS["target"]], sizes, tmp_path)["stand_in"]
+    assert ("set kernel.sched_autogroup_enabled to 0" in found) is warns
+    assert "stand_in" not in fleet._conditions([ARMS["pool"]], sizes, tmp_path)
+
+
 def on(monkeypatch: pytest.MonkeyPatch, *, cpu: bool) -> Sizes:
     for module in (fleet, engine):
         monkeypatch.setattr(module, "has_cpu_engine", lambda: cpu)
