@@ -213,12 +213,7 @@ std::optional<HeaderFields> parse_slot_header(ConstBytes page) {
                       place.client};
 }
 
-LogRecord reset_record(uint32_t epoch) {
-  LogRecord record;
-  record.kind = LogKind::RESET;
-  record.epoch = epoch;
-  return record;
-}
+LogRecord reset_record(uint32_t epoch) { return {.epoch = epoch, .kind = LogKind::RESET}; }
 
 nb::bytes encode_entry_of(uint32_t slot, const nb::bytes& key, uint64_t generation, uint32_t epoch,
                           bool single_copy, uint32_t client) {

@@ -18,45 +18,28 @@ constexpr uint32_t kMagic = 0x474C564E;
 #pragma pack(push, 1)
 struct Record {
   uint32_t crc;
-  uint32_t epoch;
-  uint64_t generation;
-  uint32_t slot;
-  uint8_t flags;
-  uint8_t member;
-  uint8_t kind;
-  uint8_t key_bytes;
-  uint8_t key[kLogKeyBytesMax];
+  LogRecord content;
 };
 // The bytes that a record's CRC covers.
 struct Covered {
   uint64_t sequence;
   uint32_t index;
-  std::byte body[sizeof(Record) - sizeof(uint32_t)];
+  LogRecord content;
 };
 struct Head {
   uint32_t magic;
-  uint32_t records;
-  uint64_t sequence;
-  uint64_t lease_generation;
-  uint32_t epoch;
+  LogHead content;
   uint32_t crc;
 };
 #pragma pack(pop)
 static_assert(sizeof(Record) == kLogRecordBytes);
-static_assert(offsetof(Record, key) == 24);
+static_assert(offsetof(LogRecord, key) == 20);
 static_assert(offsetof(Head, crc) == 28);
 static_assert(kLogHeadBytes + kLogRecords * kLogRecordBytes == kLogPageBytes);
 
-uint32_t crc_of(const std::byte* at, uint64_t sequence, uint32_t index) {
-  Covered covered;
-  covered.sequence = sequence;
-  covered.index = index;
-  std::memcpy(covered.body, at + sizeof(uint32_t), sizeof covered.body);
+uint32_t crc_of(const LogRecord& record, uint64_t sequence, uint32_t index) {
+  const Covered covered{sequence, index, record};
   return small_crc32c(&covered, sizeof covered);
-}
-
-bool is_known(uint8_t kind) {
-  return kind == static_cast<uint8_t>(LogKind::PUT) || kind == static_cast<uint8_t>(LogKind::RESET);
 }
 
 bool is_direct(int fd) { return fd >= 0 && (fcntl(fd, F_GETFL) & O_DIRECT) != 0; }
@@ -64,38 +47,20 @@ bool is_direct(int fd) { return fd >= 0 && (fcntl(fd, F_GETFL) & O_DIRECT) != 0;
 }  // namespace
 
 void encode_record(std::byte* at, const LogRecord& record, uint64_t sequence, uint32_t index) {
-  Record raw{0,
-             record.epoch,
-             record.generation,
-             record.slot,
-             record.flags,
-             record.member,
-             static_cast<uint8_t>(record.kind),
-             record.key_bytes,
-             {}};
-  std::memcpy(raw.key, record.key.data(), sizeof raw.key);
+  const Record raw{crc_of(record, sequence, index), record};
   std::memcpy(at, &raw, sizeof raw);
-  const uint32_t crc = crc_of(at, sequence, index);
-  std::memcpy(at, &crc, sizeof crc);
 }
 
 bool decode_record(const std::byte* at, uint64_t sequence, uint32_t index, LogRecord& record) {
   Record raw;
   std::memcpy(&raw, at, sizeof raw);
-  if (raw.crc != crc_of(at, sequence, index) || !is_known(raw.kind)) return false;
-  record.epoch = raw.epoch;
-  record.generation = raw.generation;
-  record.slot = raw.slot;
-  record.flags = raw.flags;
-  record.member = raw.member;
-  record.kind = static_cast<LogKind>(raw.kind);
-  record.key_bytes = raw.key_bytes;
-  std::memcpy(record.key.data(), raw.key, sizeof raw.key);
-  return true;
+  record = raw.content;
+  return raw.crc == crc_of(record, sequence, index) &&
+         (record.kind == LogKind::PUT || record.kind == LogKind::RESET);
 }
 
 void encode_head(std::byte* page, const LogHead& head) {
-  Head raw{kMagic, head.records, head.sequence, head.lease_generation, head.epoch, 0};
+  Head raw{kMagic, head, 0};
   raw.crc = small_crc32c(&raw, offsetof(Head, crc));
   std::memset(page, 0, kLogHeadBytes);
   std::memcpy(page, &raw, sizeof raw);
@@ -105,9 +70,9 @@ bool decode_head(const std::byte* page, LogHead& head) {
   Head raw;
   std::memcpy(&raw, page, sizeof raw);
   if (raw.magic != kMagic || raw.crc != small_crc32c(page, offsetof(Head, crc)) ||
-      raw.records > kLogRecords)
+      raw.content.records > kLogRecords)
     return false;
-  head = {raw.records, raw.sequence, raw.lease_generation, raw.epoch};
+  head = raw.content;
   return true;
 }
 

@@ -23,7 +23,8 @@ inline constexpr size_t kLogKeyBytesMax = 40;
 
 enum class LogKind : uint8_t { PUT = 1, RESET = 3 };
 
-// A record. On disk, the CRC precedes these fields, which are in the same order.
+#pragma pack(push, 1)
+// A record as on disk, without the CRC that precedes it.
 struct LogRecord {
   uint32_t epoch = 0;
   uint64_t generation = 0;
@@ -35,16 +36,18 @@ struct LogRecord {
   std::array<uint8_t, kLogKeyBytesMax> key{};
 };
 
+// A page's head as on disk, without the magic number and the CRC around it.
 struct LogHead {
   uint32_t records = 0;
   uint64_t sequence = 0;
   uint64_t lease_generation = 0;
   uint32_t epoch = 0;
 };
+#pragma pack(pop)
 
 // index: the record's index in its page.
 void encode_record(std::byte* at, const LogRecord& record, uint64_t sequence, uint32_t index);
-// Returns false if the record is damaged or belongs to another position.
+// Return false, with `record` undefined, if the record is damaged or belongs to another position.
 bool decode_record(const std::byte* at, uint64_t sequence, uint32_t index, LogRecord& record);
 
 void encode_head(std::byte* page, const LogHead& head);

@@ -358,12 +358,11 @@ std::array<std::byte, kEntryBytes> encode_entry(const SlotPlace& place, const Id
 }
 
 LogRecord put_record(uint32_t slot, const Identity& identity, uint32_t epoch, bool single_copy) {
-  LogRecord record;
-  record.epoch = epoch;
-  record.generation = identity.generation;
-  record.slot = slot;
-  record.flags = single_copy ? kFlagSingleCopy : 0;
-  record.key_bytes = identity.key_bytes;
+  LogRecord record{.epoch = epoch,
+                   .generation = identity.generation,
+                   .slot = slot,
+                   .flags = single_copy ? kFlagSingleCopy : uint8_t{0},
+                   .key_bytes = identity.key_bytes};
   if (identity.key_bytes <= kLogKeyBytesMax)
     std::copy_n(identity.key.begin(), identity.key_bytes, record.key.begin());
   return record;
