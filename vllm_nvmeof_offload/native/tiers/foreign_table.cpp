@@ -25,8 +25,13 @@ static_assert(kOwnersAt + (kOwnersMax + 1) * kOwnerBytes <= kAreasAt);
 constexpr size_t kMappedBytes = size_t{1} << 36;
 constexpr unsigned kLog2Min = 12;
 
-// The indexes of an owner's words; the first word is odd while the others change.
-constexpr size_t kVersion = 1, kTag = 2, kUuid = 4, kIndexAndState = 6, kOwnerRows = 7;
+// An owner's line: a count, which is odd while the record changes, and the record.
+struct OwnerLine {
+  uint64_t count;
+  OwnerRecord record;
+};
+using OwnerWords = std::array<uint64_t, kOwnerBytes / sizeof(uint64_t)>;
+
 [[noreturn]] void fail(const char* what) {
   throw std::system_error(errno, std::generic_category(), what);
 }
@@ -81,7 +86,7 @@ uint64_t* ForeignTable::owner_words(uint32_t number) const {
 
 OwnerRecord ForeignTable::owner(uint32_t number) const {
   uint64_t* const words = owner_words(number);
-  std::array<uint64_t, 8> copy;
+  OwnerWords copy;
   for (;;) {
     copy[0] = shared(words[0]).load(std::memory_order_acquire);
     for (size_t k = 1; k < copy.size(); ++k)
@@ -91,14 +96,7 @@ OwnerRecord ForeignTable::owner(uint32_t number) const {
     // A writer that was killed during a change leaves an odd count forever.
     if (copy[0] % 2 != 0) return {};
   }
-  OwnerRecord record;
-  record.version = copy[kVersion];
-  std::memcpy(record.tag.data(), &copy[kTag], record.tag.size());
-  std::memcpy(record.pool_uuid.data(), &copy[kUuid], record.pool_uuid.size());
-  record.engine_index = static_cast<uint32_t>(copy[kIndexAndState]);
-  record.state = static_cast<OwnerState>(copy[kIndexAndState] >> 32);
-  record.rows = copy[kOwnerRows];
-  return record;
+  return std::bit_cast<OwnerLine>(copy).record;
 }
 
 ForeignTable::Area ForeignTable::area() const {
@@ -169,12 +167,7 @@ void ForeignWriter::set_owner(uint32_t number, const OwnerRecord& record) {
   const uint64_t count = shared(words[0]).load(std::memory_order_relaxed);
   shared(words[0]).store(count | 1, std::memory_order_relaxed);
   std::atomic_thread_fence(std::memory_order_release);
-  std::array<uint64_t, 8> copy{};
-  copy[kVersion] = record.version;
-  std::memcpy(&copy[kTag], record.tag.data(), record.tag.size());
-  std::memcpy(&copy[kUuid], record.pool_uuid.data(), record.pool_uuid.size());
-  copy[kIndexAndState] = uint64_t{static_cast<uint32_t>(record.state)} << 32 | record.engine_index;
-  copy[kOwnerRows] = record.rows;
+  const auto copy = std::bit_cast<OwnerWords>(OwnerLine{count, record});
   for (size_t k = 1; k < copy.size(); ++k)
     shared(words[k]).store(copy[k], std::memory_order_relaxed);
   shared(words[0]).store((count | 1) + 1, std::memory_order_release);
