@@ -5,7 +5,6 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <cstring>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -18,23 +17,8 @@ using namespace nvmeof;
 
 namespace {
 
-std::string_view view_of(const nb::bytes& bytes) { return {bytes.c_str(), bytes.size()}; }
-
-template <size_t kSize>
-std::array<uint8_t, kSize> exactly(const nb::bytes& bytes) {
-  if (bytes.size() != kSize) throw nb::value_error("a tag or uuid must have 16 bytes");
-  std::array<uint8_t, kSize> array;
-  std::memcpy(array.data(), bytes.c_str(), kSize);
-  return array;
-}
-
-template <size_t kSize>
-nb::bytes bytes_of(const std::array<uint8_t, kSize>& array) {
-  return nb::bytes(reinterpret_cast<const char*>(array.data()), kSize);
-}
-
 std::array<uint8_t, kTagBytes> tag_of(const nb::bytes& bytes) {
-  return bytes.size() ? exactly<kTagBytes>(bytes) : std::array<uint8_t, kTagBytes>{};
+  return bytes.size() ? sixteen(bytes) : std::array<uint8_t, kTagBytes>{};
 }
 
 void bind_owner(nb::module_& m) {
@@ -45,9 +29,12 @@ void bind_owner(nb::module_& m) {
              uint32_t engine_index, uint32_t state, uint64_t rows) {
             if (state > static_cast<uint32_t>(OwnerState::DEAD))
               throw nb::value_error("an owner has no such state");
-            new (self)
-                OwnerRecord{version,      exactly<kTagBytes>(tag),        exactly<16>(pool_uuid),
-                            engine_index, static_cast<OwnerState>(state), rows};
+            new (self) OwnerRecord{version,
+                                   sixteen(tag),
+                                   sixteen(pool_uuid),
+                                   engine_index,
+                                   static_cast<OwnerState>(state),
+                                   rows};
           },
           "version"_a, "tag"_a, "pool_uuid"_a, "engine_index"_a, "state"_a, "rows"_a)
       .def_ro("version", &OwnerRecord::version)

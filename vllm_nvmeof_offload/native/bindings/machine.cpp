@@ -2,7 +2,6 @@
 // Python bindings for the worker's machine. Per-chunk code runs without the GIL.
 #include "bindings/bindings.h"
 
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/tuple.h>
@@ -28,8 +27,6 @@ using namespace nvmeof;
 
 namespace {
 
-template <typename T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using PieceRows = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 
 // A `LaneEnd`: token, code, errno, seconds, payload CRC or -1, and whether the buffer is released.
@@ -126,11 +123,6 @@ class Unlocked {
 
 int64_t nanoseconds(double seconds) { return std::llround(seconds * 1e9); }
 
-template <typename T>
-std::span<const T> span_of(const Column<T>& column) {
-  return {column.data(), column.size()};
-}
-
 // `nb::typed` declares the Python types for the generated stubs.
 template <typename T>
 using Array = nb::typed<nb::object, nb::ndarray<nb::numpy, T>>;
@@ -166,13 +158,7 @@ using Set = std::tuple<uintptr_t, size_t, std::vector<uint64_t>, std::vector<uin
 
 using PyStamp = std::pair<uint32_t, nb::bytes>;  // a `pool.format.Stamp`
 
-Stamp stamp_of(const PyStamp& pair) {
-  const auto& [epoch, tag] = pair;
-  Stamp stamp{epoch, {}};
-  if (tag.size() != stamp.tag.size()) throw nb::value_error("a tag must have 16 bytes");
-  std::copy_n(reinterpret_cast<const uint8_t*>(tag.c_str()), tag.size(), stamp.tag.begin());
-  return stamp;
-}
+Stamp stamp_of(const PyStamp& pair) { return {pair.first, sixteen(pair.second)}; }
 
 // `io_queue.h` and `machine.h` document the options.
 void bind_options(nb::module_& m) {
@@ -264,7 +250,7 @@ void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const C
   columns.clients = {static_cast<const uint32_t*>(clients.data()),
                      clients.size() / sizeof(uint32_t)};
   Pieces pieces;
-  if (rows && first) pieces = {{rows->data(), rows->size()}, span_of(*first)};
+  if (rows && first) pieces = {{rows->data(), rows->size()}, span_of(first)};
   const Unlocked unlocked(columns.generations.size());
   machine.begin(op, static_cast<OpKind>(kind), static_cast<Urgency>(urgency), columns, pieces,
                 fence);
@@ -453,11 +439,6 @@ take_landings(Machine& machine) {
   return nb::make_tuple(batch.number, array(std::move(batch.rows), 3));
 }
 
-template <typename T>
-nb::bytes bytes_of(const std::vector<T>& items) {
-  return nb::bytes(items.data(), items.size() * sizeof(T));
-}
-
 // Consecutive ops whose rows are all OK and released share one tuple, with the fields of
 // `protocol.OpReports`. Any other op has a tuple with the fields of `protocol.OpReport`.
 using WholeReports = Tuple<nb::bytes, nb::bytes>;
@@ -580,11 +561,6 @@ int choose(double own_end_s, bool own_room, const std::vector<std::pair<double, 
   return choose_lane({own_end_s, own_room}, estimates);
 }
 
-template <typename Lanes>
-uintptr_t address_of(Lanes& lanes) {
-  return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&lanes));
-}
-
 void bind_op(nb::module_& m) {
   nb::class_<LaneOp>(m, "LaneOp")
       .def_ro("token", &LaneOp::token)
@@ -599,10 +575,7 @@ void bind_op(nb::module_& m) {
           [](const LaneOp& op) { return nb::bytes(op.identity.key.data(), op.identity.key_bytes); })
       .def_prop_ro("generation", [](const LaneOp& op) { return op.identity.generation; })
       .def_prop_ro("stamp",
-                   [](const LaneOp& op) {
-                     const auto& tag = op.stamp.tag;
-                     return PyStamp(op.stamp.epoch, nb::bytes(tag.data(), tag.size()));
-                   })
+                   [](const LaneOp& op) { return PyStamp(op.stamp.epoch, bytes_of(op.stamp.tag)); })
       .def_ro("single_copy", &LaneOp::single_copy)
       .def_ro("client", &LaneOp::client)
       .def_ro("header_only", &LaneOp::header_only)
@@ -710,9 +683,8 @@ void bind_machine(nb::module_& m) {
           "copied",
           [](Machine& machine, uint64_t number, uint8_t code, int error,
              const std::optional<Column<int64_t>>& crcs) {
-            const auto known = crcs ? span_of(*crcs) : std::span<const int64_t>();
             const Unlocked unlocked(machine.copying(number));
-            machine.copied(number, static_cast<Outcome>(code), error, known);
+            machine.copied(number, static_cast<Outcome>(code), error, span_of(crcs));
           },
           "number"_a, "code"_a, "error"_a, "crcs"_a = nb::none())
       .def("take_reports", &take_reports)

@@ -1,8 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python bindings for the I/O core and the CUDA calls, to which `io/engine.py` and `copy/driver.py`
 // add types.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -16,23 +14,16 @@
 #include <cstring>
 #include <numeric>
 
+#include "bindings/bindings.h"
 #include "copies/cuda.h"
 #include "lanes/engine.h"
 
-namespace nb = nanobind;
 using namespace nvmeof;
 
 namespace {
 
 Identity identity_of(const nb::bytes& key, uint64_t generation) {
-  return nvmeof::identity_of({key.c_str(), key.size()}, generation);
-}
-
-std::array<uint8_t, 16> sixteen(const nb::bytes& given) {
-  std::array<uint8_t, 16> found;
-  if (given.size() != found.size()) throw nb::value_error("uuids and tags must have 16 bytes");
-  std::memcpy(found.data(), given.c_str(), found.size());
-  return found;
+  return nvmeof::identity_of(view_of(key), generation);
 }
 
 std::byte* pointer(uintptr_t address) { return reinterpret_cast<std::byte*>(address); }
@@ -95,12 +86,7 @@ std::vector<std::tuple<uint64_t, uint8_t, int, int64_t, int64_t>> poll(Engine& e
   return found;
 }
 
-using Bytes = nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using ConstBytes = nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Slots = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Crcs = nb::ndarray<uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-void entry_crcs(ConstBytes entries, Slots slots, Crcs crcs) {
+void entry_crcs(Column<uint8_t> entries, Column<int64_t> slots, MutableColumn<uint32_t> crcs) {
   const size_t count = slots.size();
   if (entries.size() != count * kEntryBytes || crcs.size() != count)
     throw nb::value_error("entries, slots and crcs differ in number");
@@ -110,9 +96,7 @@ void entry_crcs(ConstBytes entries, Slots slots, Crcs crcs) {
     crcs.data()[i] = entry_crc(raw + i * kEntryBytes, static_cast<uint64_t>(slots.data()[i]));
 }
 
-using Words = nb::ndarray<const uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Counts = nb::ndarray<const uint32_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-using Signed = nb::ndarray<int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Words = Column<uint64_t>;
 
 void copy(Words to, Words from, Words sizes) {
   if (to.size() != from.size() || to.size() != sizes.size())
@@ -125,8 +109,8 @@ void copy(Words to, Words from, Words sizes) {
 // Copy pieces of payloads, and write each payload's CRC, or kNoCrc if its pieces do not cover it in
 // order and without gaps. counts: the number of pieces per payload. loads: if true, payloads are
 // the source, and the CRCs are of the bytes that arrived; if false, payloads are the destination.
-void copy_payloads(Words to, Words from, Words sizes, Counts counts, Words payloads,
-                   Words payload_sizes, Signed crcs, bool loads) {
+void copy_payloads(Words to, Words from, Words sizes, Column<uint32_t> counts, Words payloads,
+                   Words payload_sizes, MutableColumn<int64_t> crcs, bool loads) {
   const size_t pieces = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
   if (to.size() != pieces || from.size() != pieces || sizes.size() != pieces ||
       payloads.size() != counts.size() || payload_sizes.size() != counts.size() ||
@@ -155,7 +139,8 @@ using Lanes32 = nb::ndarray<const uint32_t, nb::shape<-1, 32>, nb::c_contig, nb:
 
 // Write the CRC of each message. words, sizes: the parts of all messages, as for
 // `nvmeof::join_crcs`. counts: the number of parts per message.
-void join_crcs_of(Lanes32 words, Words sizes, Counts counts, Crcs crcs) {
+void join_crcs_of(Lanes32 words, Words sizes, Column<uint32_t> counts,
+                  MutableColumn<uint32_t> crcs) {
   const size_t parts = std::accumulate(counts.data(), counts.data() + counts.size(), size_t{0});
   if (words.shape(0) != parts || sizes.size() != parts || crcs.size() != counts.size())
     throw nb::value_error("parts and messages do not match");
@@ -167,8 +152,8 @@ void join_crcs_of(Lanes32 words, Words sizes, Counts counts, Crcs crcs) {
   }
 }
 
-void seal_slot(Bytes slot, const nb::bytes& key, uint64_t generation, size_t payload_bytes,
-               int64_t payload_crc, uint32_t epoch, const nb::bytes& tag,
+void seal_slot(MutableColumn<uint8_t> slot, const nb::bytes& key, uint64_t generation,
+               size_t payload_bytes, int64_t payload_crc, uint32_t epoch, const nb::bytes& tag,
                const nb::bytes& region_uuid, uint16_t rank, uint32_t number, uint8_t kind,
                bool single_copy) {
   if (slot.size() < kHeaderBytes + payload_bytes) throw nb::value_error("the slot is too small");
@@ -179,7 +164,7 @@ void seal_slot(Bytes slot, const nb::bytes& key, uint64_t generation, size_t pay
        {{sixteen(region_uuid), rank}, number, single_copy}, kind);
 }
 
-unsigned verify_slot(ConstBytes slot, const nb::bytes& key, uint64_t generation,
+unsigned verify_slot(Column<uint8_t> slot, const nb::bytes& key, uint64_t generation,
                      size_t payload_bytes, const nb::bytes& region_uuid, uint16_t rank,
                      uint32_t number, const nb::bytes& tag) {
   if (slot.size() < kHeaderBytes) return static_cast<unsigned>(Outcome::CHECKSUM_MISMATCH);
@@ -189,22 +174,17 @@ unsigned verify_slot(ConstBytes slot, const nb::bytes& key, uint64_t generation,
                                       sixteen(tag)));
 }
 
-template <size_t kSize>
-nb::bytes bytes_of(const std::array<uint8_t, kSize>& from, size_t size = kSize) {
-  return nb::bytes(from.data(), size);
-}
-
 // The fields of `pool.format.SlotHeader`, in order.
 using HeaderFields =
     std::tuple<std::tuple<nb::bytes, uint64_t>, std::tuple<nb::bytes, uint16_t, uint32_t>, size_t,
                uint32_t, std::tuple<uint32_t, nb::bytes>, bool, uint32_t>;
 
-std::optional<HeaderFields> parse_slot_header(ConstBytes page) {
+std::optional<HeaderFields> parse_slot_header(Column<uint8_t> page) {
   if (page.size() < kHeaderBytes) return std::nullopt;
   const auto found = parse_header(reinterpret_cast<const std::byte*>(page.data()));
   if (!found) return std::nullopt;
   const auto& [identity, place, payload_bytes, payload_crc, stamp] = *found;
-  return HeaderFields{{bytes_of(identity.key, identity.key_bytes), identity.generation},
+  return HeaderFields{{nb::bytes(identity.key.data(), identity.key_bytes), identity.generation},
                       {bytes_of(place.region.uuid), place.region.rank, place.slot},
                       payload_bytes,
                       payload_crc,
@@ -219,7 +199,7 @@ nb::bytes encode_entry_of(uint32_t slot, const nb::bytes& key, uint64_t generati
                           bool single_copy, uint32_t client) {
   const auto entry =
       encode_entry({{}, slot, single_copy, client}, identity_of(key, generation), epoch);
-  return nb::bytes(entry.data(), entry.size());
+  return bytes_of(entry);
 }
 
 void make_log(LogWriter* at, uint32_t pages, uint64_t next, uint64_t lease_generation, int fd) {
@@ -328,10 +308,7 @@ void bind_engine(nb::module_& m) {
              return std::pair(room.reads, room.writes);
            })
       .def("submit", &submit)
-      .def_prop_ro("address",
-                   [](Engine& engine) {
-                     return reinterpret_cast<uintptr_t>(static_cast<NativeLanes*>(&engine));
-                   })
+      .def_prop_ro("address", &address_of<Engine>)
       .def("kick", &Engine::start, nb::call_guard<nb::gil_scoped_release>())
       .def("cancel", &Engine::cancel_one, nb::arg("token"))
       .def("replace_target",

@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: Apache-2.0
 // Python bindings for the manager's tiers. Keys are bytes, and columns are numpy arrays.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -20,14 +18,6 @@ using namespace nb::literals;
 using namespace nvmeof;
 
 namespace {
-
-template <typename T>
-using Column = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-template <typename T>
-std::span<const T> span_of(const std::optional<Column<T>>& column) {
-  return column ? std::span<const T>(column->data(), column->size()) : std::span<const T>();
-}
 
 // A read-only view of a batch's column, which keeps the batch alive.
 template <typename T>
@@ -161,8 +151,6 @@ int lookup(const Tiers& tiers, PyKey key, uint8_t sources) {
       tiers.lookup(KeyList::check(key.ptr(), tiers.index.key_bytes()), sources));
 }
 
-nb::bytes bytes_of(const std::string& text) { return nb::bytes(text.data(), text.size()); }
-
 nb::bytes present(const Tiers& tiers, PyKeys keys, uint8_t sources) {
   return bytes_of(tiers.present(KeyList(keys, tiers.index.key_bytes()), sources));
 }
@@ -293,11 +281,6 @@ ListOf<int, bool, nb::bytes> take_moves(Tiers& tiers, size_t limit) {
       oldest.keys.erase(0, bytes);
   }
   return taken;
-}
-
-template <typename T, uint32_t kInside>
-nb::bytes bytes_of(const SmallColumn<T, kInside>& column) {
-  return nb::bytes(column.data(), column.size() * sizeof(T));
 }
 
 // Return copies of the columns as a `protocol.ChunkBatch`, because the rows change later.
@@ -468,8 +451,7 @@ void bind_retention(nb::class_<Tiers>& type) {
              std::vector<SavedSession> sessions;
              std::vector<uint64_t> generations;
              tiers.sessions.save(sessions, generations);
-             return std::pair(nb::bytes(sessions.data(), sessions.size() * sizeof(SavedSession)),
-                              nb::bytes(generations.data(), generations.size() * sizeof(uint64_t)));
+             return std::pair(bytes_of(sessions), bytes_of(generations));
            })
       .def_prop_ro("retained", &Tiers::retained)
       .def_prop_ro("sessions", [](const Tiers& tiers) { return tiers.sessions.size(); });
