@@ -17,7 +17,6 @@ import numpy.typing as npt
 from vllm_nvmeof_offload.copy.base import Descriptors, Pieces
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.native import CacheGeometry as NativeGeometry
-from vllm_nvmeof_offload.native import Geometry
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class ChunkGeometry:
             [(t.address, t.stride_bytes, t.page_bytes, t.block_count) for t in tensors],
             blocks_per_chunk,
         )
-        self._native = Geometry(*self.columns)
+        self._native = NativeGeometry([self.columns])
 
     @property
     def starts(self) -> npt.NDArray[np.uint64]:
@@ -77,7 +76,9 @@ class ChunkGeometry:
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
     ) -> Pieces:
         """Return the pieces of consecutive chunks' blocks. The arguments are those of `split`."""
-        return Pieces(*self._native.pieces(block_ids, first_position, chunk_count))
+        groups = bytes(chunk_count)  # all in the only group
+        sizes, firsts = [len(block_ids)], [first_position]
+        return Pieces(*self._native.pieces(False, block_ids, sizes, firsts, groups))
 
     def split(
         self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int

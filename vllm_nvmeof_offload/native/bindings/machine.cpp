@@ -198,38 +198,21 @@ void bind_options(nb::module_& m) {
       });
 }
 
-using Blocks = Column<int32_t>;
 using Tensors = std::vector<std::tuple<uint64_t, uint64_t, uint64_t, uint64_t>>;
 
-Geometry geometry_of(const Tensors& tensors, size_t blocks_per_chunk) {
-  std::vector<CacheTensor> known;
-  for (const auto& [address, stride, page, count] : tensors)
-    known.push_back({address, stride, page, count});
-  return Geometry(std::move(known), blocks_per_chunk);
-}
-
-void make_geometry(Geometry* self, const Tensors& tensors, size_t blocks_per_chunk) {
-  new (self) Geometry(geometry_of(tensors, blocks_per_chunk));
-}
-
 void make_cache(CacheGeometry* self, const std::vector<std::pair<Tensors, size_t>>& groups) {
-  std::vector<Geometry> known;
-  known.reserve(groups.size());
-  for (const auto& [tensors, per_chunk] : groups) known.push_back(geometry_of(tensors, per_chunk));
-  new (self) CacheGeometry(std::move(known));
+  std::vector<Geometry> all;
+  all.reserve(groups.size());
+  for (const auto& [tensors, per_chunk] : groups) {
+    std::vector<CacheTensor> known;
+    for (const auto& [address, stride, page, count] : tensors)
+      known.push_back({address, stride, page, count});
+    all.emplace_back(std::move(known), per_chunk);
+  }
+  new (self) CacheGeometry(std::move(all));
 }
 
 using PieceColumns = Tuple<nb::ndarray<nb::numpy, uint64_t>, nb::ndarray<nb::numpy, uint32_t>>;
-
-PieceColumns pieces(const Geometry& geometry, const Blocks& blocks, size_t first, size_t chunks) {
-  std::vector<uint64_t> rows;
-  std::vector<uint32_t> firsts;
-  {
-    const Unlocked unlocked(blocks.size());
-    geometry.pieces(span_of(blocks), first, chunks, rows, firsts);
-  }
-  return nb::make_tuple(array(std::move(rows), 3), array(std::move(firsts)));
-}
 
 Columns columns_of(const nb::tuple& batch) {
   const auto keys = column_of<char>(batch, 0);
@@ -589,7 +572,6 @@ void bind_parts(nb::module_& m) {
   m.def("choose_lane", &choose, "own_end_s"_a, "own_room"_a, "peers"_a);
   m.def("meter_unlocked", [](bool on) { metered = on; });
   m.def("unlocked_s", [] { return static_cast<double>(unlocked_ns) / 1e9; });
-  nb::class_<Geometry>(m, "Geometry").def("__init__", &make_geometry).def("pieces", &pieces);
   nb::class_<CacheGeometry>(m, "CacheGeometry")
       .def("__init__", &make_cache)
       .def("pieces", &cache_pieces);
