@@ -38,63 +38,70 @@ Machine::Machine(const MachineOptions& options, NativeLanes& lanes, int64_t now_
 
 // ---- commands ---------------------------------------------------------------------------
 
-Job& Machine::open(uint64_t op, OpKind kind) {
+// Add a job that reports on its first `rows` tasks.
+Job& Machine::open(uint64_t op, OpKind kind, size_t tasks, size_t rows) {
   auto& job = jobs_[op];
   require(job == nullptr, "an op is given twice");
   job = std::make_unique<Job>();
   job->op = op;
   job->kind = kind;
   job->started_ns = io.now_ns();
+  job->tasks.resize(tasks);
+  for (size_t at = 0; at < tasks; ++at) {
+    job->tasks[at].job = job.get();
+    job->tasks[at].index = static_cast<uint32_t>(at);
+  }
+  job->code.resize(rows);
+  job->error.resize(rows);
+  job->alive = tasks;
+  job->undecided = job->unreported = rows;
   return *job;
+}
+
+void Machine::name_rows(Job& job, Urgency urgency, const Columns& columns) {
+  const size_t count = job.tasks.size();
+  job.keys = columns.keys;
+  job.key_bytes = count ? columns.keys.size() / count : 0;
+  const std::hash<std::string_view> hash;
+  for (Task& task : job.tasks) {
+    task.content = {hash(task.key()), columns.generations[task.index]};
+    task.urgency = urgency;
+    task.charged_to = job.op;
+    task.group = columns.groups[task.index];
+    require(task.group < options_.io.group_bytes.size(), "a row names an unknown group");
+  }
 }
 
 void Machine::begin(uint64_t op, OpKind kind, Urgency urgency, const Columns& columns,
                     const Pieces& pieces, uint64_t fence) {
-  Job& job = open(op, kind);
+  const size_t count = columns.generations.size();
+  Job& job = open(op, kind, count, count);
   job.fence = fence;
-  require(!job.moves_blocks() || pieces.first.size() == columns.generations.size() + 1,
+  require(!job.moves_blocks() || pieces.first.size() == count + 1,
           "the pieces do not match the rows");
   job.pieces.assign(pieces.rows.begin(), pieces.rows.end());
   job.first_piece.assign(pieces.first.begin(), pieces.first.end());
-  add_tasks(job, urgency, columns);
+  require(columns.clients.empty() || columns.clients.size() == count, "rows lack their clients");
+  job.clients.assign(columns.clients.begin(), columns.clients.end());
+  name_rows(job, urgency, columns);
+  for (Task& task : job.tasks)
+    take_slots(task, columns.cache[task.index], columns.places[task.index]);
   for (Task& task : job.tasks) start(task);
 }
 
-void Machine::add_tasks(Job& job, Urgency urgency, const Columns& columns) {
-  const size_t count = columns.generations.size();
-  job.keys = columns.keys;
-  require(columns.clients.empty() || columns.clients.size() == count, "rows lack their clients");
-  job.clients.assign(columns.clients.begin(), columns.clients.end());
-  job.key_bytes = count ? columns.keys.size() / count : 0;
-  job.tasks.resize(count);
-  job.code.resize(count);
-  job.error.resize(count);
-  job.undecided = job.unreported = job.alive = count;
-  const std::hash<std::string_view> hash;
-  for (size_t row = 0; row < count; ++row) {
-    Task& task = job.tasks[row];
-    task.job = &job;
-    task.index = static_cast<uint32_t>(row);
-    task.content = {hash(task.key()), columns.generations[row]};
-    task.urgency = urgency;
-    task.charged_to = job.op;
-    const int32_t cache = columns.cache[row];
-    task.cache = cache < 0 ? kNoSlot : static_cast<int32_t>(cache_row(cache));
-    task.group = columns.groups[row];
-    require(task.group < options_.io.group_bytes.size(), "a row names an unknown group");
-    const int64_t place = columns.places[row];
-    if (names_member(cache, place)) name_holder(task, cache, place);
-    if (place >= 0) place_row(task, place);
-    const bool is_load = job.kind == OpKind::LOAD, is_store = job.kind == OpKind::STORE;
-    require(is_load || (task.cache >= 0 && is_store == (place < 0)),
-            "a row lacks a slot or a place");
-    const bool lands = task.cache >= 0 && place >= 0 && job.kind != OpKind::WRITE;
-    task.fills = (is_store || lands) && !is_elsewhere(task);
-    if ((is_store || lands) && task.holder != kEveryMember) set_->give_fill(task);
-    task.header_only = options_.copies_check && is_load && place >= 0 &&
-                       task.holder == kEveryMember &&
-                       (is_whole(task) || mutant("a_part_is_copied_unproven"));
-  }
+void Machine::take_slots(Task& task, int32_t cache, Place place) {
+  const OpKind kind = task.job->kind;
+  task.cache = cache < 0 ? kNoSlot : static_cast<int32_t>(cache_row(cache));
+  if (names_member(cache, place)) name_holder(task, cache, place);
+  if (place >= 0) place_row(task, place);
+  const bool is_load = kind == OpKind::LOAD, is_store = kind == OpKind::STORE;
+  require(is_load || (task.cache >= 0 && is_store == (place < 0)), "a row lacks a slot or a place");
+  const bool lands = task.cache >= 0 && place >= 0 && kind != OpKind::WRITE;
+  task.fills = (is_store || lands) && !is_elsewhere(task);
+  if ((is_store || lands) && task.holder != kEveryMember) set_->give_fill(task);
+  task.header_only = options_.copies_check && is_load && place >= 0 &&
+                     task.holder == kEveryMember &&
+                     (is_whole(task) || mutant("a_part_is_copied_unproven"));
 }
 
 // Return whether a load's pieces cover the whole payload, in order.
@@ -159,16 +166,10 @@ void Machine::reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed) {
     for (Task* task : serving) stop_serving(*task);
   }
   io.begin_reset(op, stamp, unnamed);
-  Job& job = open(op, OpKind::RESET);
-  job.tasks.resize(options_.io.targets);
-  job.code.resize(1);
-  job.error.resize(1);
-  job.undecided = job.unreported = 1;
-  job.superblocks_left = job.alive = job.tasks.size();
-  for (size_t target = 0; target < job.tasks.size(); ++target) {
-    Task& task = job.tasks[target];
-    task.job = &job;
-    task.target = static_cast<uint8_t>(target);
+  Job& job = open(op, OpKind::RESET, options_.io.targets, 1);
+  job.superblocks_left = job.tasks.size();
+  for (Task& task : job.tasks) {
+    task.target = static_cast<uint8_t>(task.index);
     task.urgency = Urgency::WRITE;
     task.step = Step::IO;
     io.enqueue(task);
@@ -176,13 +177,7 @@ void Machine::reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed) {
 }
 
 void Machine::attach(uint64_t op, uint16_t owner) {
-  Job& job = open(op, OpKind::ATTACH);
-  job.tasks.resize(1);
-  job.code.resize(1);
-  job.error.resize(1);
-  job.undecided = job.unreported = job.alive = 1;
-  Task& task = job.tasks[0];
-  task.job = &job;
+  Task& task = open(op, OpKind::ATTACH, 1, 1).tasks[0];
   task.urgency = Urgency::WRITE;
   task.step = Step::IO;
   task.owner = owner;
@@ -874,24 +869,13 @@ void Machine::serve(std::span<const uint64_t> tokens, const Columns& columns,
   const size_t count = tokens.size();
   require(count && columns.generations.size() == count && within_s.size() == count,
           "the columns of rows to serve differ in length");
-  Job& job = open(kServeJobs | ++serve_jobs_, OpKind::FETCH);
-  job.keys = columns.keys;
-  job.key_bytes = columns.keys.size() / count;
-  job.tasks.resize(count);
+  Job& job = open(kServeJobs | ++serve_jobs_, OpKind::FETCH, count, 0);
   job.served.assign(tokens.begin(), tokens.end());
-  job.alive = count;
-  const std::hash<std::string_view> hash;
-  for (size_t row = 0; row < count; ++row) {
-    Task& task = job.tasks[row];
-    task.job = &job;
-    task.index = static_cast<uint32_t>(row);
-    task.content = {hash(task.key()), columns.generations[row]};
-    task.urgency = mutant("serve_before_demand") ? Urgency::DEMAND : Urgency::SERVE;
-    task.charged_to = job.op;
-    task.group = columns.groups[row];
+  name_rows(job, mutant("serve_before_demand") ? Urgency::DEMAND : Urgency::SERVE, columns);
+  for (Task& task : job.tasks) {
+    const uint32_t row = task.index;
     const auto slot = static_cast<size_t>(columns.cache[row]);
-    require(task.group < options_.io.group_bytes.size() && slot < options_.serve_slots,
-            "a row to serve names an unknown group or slot");
+    require(slot < options_.serve_slots, "a row to serve names an unknown slot");
     task.stream = static_cast<int32_t>(options_.stream_slots + slot);
     require(columns.places[row] >= 0, "a row to serve has no place");
     place_row(task, columns.places[row]);

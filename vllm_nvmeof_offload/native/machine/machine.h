@@ -223,8 +223,9 @@ class Machine {
   IoQueue io;
 
  private:
-  Job& open(uint64_t op, OpKind kind);
-  void add_tasks(Job& job, Urgency urgency, const Columns& columns);
+  Job& open(uint64_t op, OpKind kind, size_t tasks, size_t rows);
+  void name_rows(Job& job, Urgency urgency, const Columns& columns);
+  void take_slots(Task& task, int32_t cache, Place place);
   void start(Task& task);
   void promote_fetches(const Task& load);
   bool is_elsewhere(const Task& task) const {
