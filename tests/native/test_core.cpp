@@ -665,7 +665,7 @@ size_t reads_before_a_write() {
   ring.prepare(false, fd, memory.data() + kReads * kPageBytes, kPageBytes, 0, &tags[kReads]);
   size_t ended = 0, before = kReads;
   while (ended <= kReads) {
-    ring.enter(true);
+    ring.enter(kForever);
     ring.reap([&](void* tag, int result) {
       CHECK(result == static_cast<int>(kPageBytes));
       if (tag == &tags[kReads]) before = ended;

@@ -20,6 +20,9 @@
 
 namespace nvmeof {
 
+inline constexpr std::chrono::nanoseconds kNoWait{0};
+inline constexpr auto kForever = std::chrono::nanoseconds::max();
+
 // Any thread may construct a ring; the thread that calls `enable` makes all other calls.
 class Ring {
  public:
@@ -39,10 +42,9 @@ class Ring {
   virtual void abandon(void* /*tag*/) {}
   // Request a single completion, with a null tag, when `wake_fd` becomes readable.
   virtual void arm(int wake_fd) = 0;
-  // Submit the prepared operations; if `wait`, wait for one completion. Returns -errno on error.
-  virtual int enter(bool wait) = 0;
-  // Like `enter(true)`, but wait for at most `limit`. Returns -ETIME on timeout.
-  virtual int enter_for(std::chrono::nanoseconds limit) = 0;
+  // Submit the prepared operations, and wait at most this long for one completion. Returns -errno
+  // on error; -ETIME is a timeout.
+  virtual int enter(std::chrono::nanoseconds limit) = 0;
   // Call `each(tag, result)` for each available completion. result: the bytes moved, or -errno.
   virtual void reap(const std::function<void(void*, int)>& each) = 0;
 };
@@ -69,8 +71,7 @@ class Uring final : public Ring {
   void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
                void* tag) override;
   void arm(int wake_fd) override;
-  int enter(bool wait) override;
-  int enter_for(std::chrono::nanoseconds limit) override;
+  int enter(std::chrono::nanoseconds limit) override;
   void reap(const std::function<void(void*, int)>& each) override;
 
  private:
@@ -103,8 +104,7 @@ class ThreadRing final : public Ring {
                void* tag) override;
   void abandon(void* tag) override;
   void arm(int wake_fd) override { wake_fd_ = wake_fd; }
-  int enter(bool wait) override;
-  int enter_for(std::chrono::nanoseconds limit) override;
+  int enter(std::chrono::nanoseconds limit) override;
   void reap(const std::function<void(void*, int)>& each) override;
 
  private:
@@ -121,7 +121,6 @@ class ThreadRing final : public Ring {
   void stop();
   bool take(Call& call);
   void complete(void* tag, int result);
-  int enter_until(const timespec* limit);
 
   const size_t threads_max_;
   const int done_fd_;

@@ -17,7 +17,7 @@ constexpr unsigned kRetriesMax = 64;
 // The number of operations that count as a burst if they complete together.
 constexpr size_t kBurst = 4;
 // A thread that holds writes back must poll, because nothing wakes it when the permit is renewed.
-constexpr std::chrono::milliseconds kPermitPoll{5};
+constexpr std::chrono::nanoseconds kPermitPoll = std::chrono::milliseconds(5);
 
 size_t whole_pages(size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
 
@@ -360,7 +360,7 @@ void TargetRing::loop(Ring& ring) {
     }
     ring.use(slab_fd);
     issue(ring, pieces);
-    const int entered = held_back && !busy ? ring.enter_for(kPermitPoll) : ring.enter(!busy);
+    const int entered = ring.enter(busy ? kNoWait : held_back ? kPermitPoll : kForever);
     if (entered < 0 && entered != -EINTR && entered != -EAGAIN && entered != -EBUSY &&
         entered != -ETIME)
       std::this_thread::sleep_for(std::chrono::milliseconds(1));  // unexpected; do not spin
@@ -395,7 +395,7 @@ void TargetRing::issue(Ring& ring, const std::vector<Piece*>& pieces) {
   for (Piece* piece : pieces) {
     Op& op = *piece->op;
     if (!op.request.is_read() && !op.sealed) {
-      if (op.request.payload_crc == kNoCrc) ring.enter(false);  // do not delay the others
+      if (op.request.payload_crc == kNoCrc) ring.enter(kNoWait);  // do not delay the others
       seal_op(op);
     }
     if (setup_.gate && !setup_.gate->open(op.request.place)) {

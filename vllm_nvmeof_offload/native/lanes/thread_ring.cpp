@@ -61,17 +61,7 @@ void ThreadRing::abandon(void* tag) {
   work_.notify_one();
 }
 
-int ThreadRing::enter(bool wait) {
-  constexpr timespec kNow{};
-  return enter_until(wait ? nullptr : &kNow);
-}
-
-int ThreadRing::enter_for(std::chrono::nanoseconds limit) {
-  const timespec most{limit.count() / 1'000'000'000, limit.count() % 1'000'000'000};
-  return enter_until(&most);
-}
-
-int ThreadRing::enter_until(const timespec* limit) {
+int ThreadRing::enter(std::chrono::nanoseconds limit) {
   if (!prepared_.empty()) {
     std::lock_guard lock(mutex_);
     for (const Call& call : prepared_) {
@@ -81,7 +71,8 @@ int ThreadRing::enter_until(const timespec* limit) {
   }
   prepared_.clear();
   pollfd files[] = {{done_fd_, POLLIN, 0}, {wake_fd_, POLLIN, 0}};
-  const int ready = ppoll(files, std::size(files), limit, nullptr);
+  const timespec most{limit.count() / 1'000'000'000, limit.count() % 1'000'000'000};
+  const int ready = ppoll(files, std::size(files), limit == kForever ? nullptr : &most, nullptr);
   woken_ = ready > 0 && (files[1].revents & POLLIN) != 0;
   if (ready < 0) return -errno;
   return ready == 0 ? -ETIME : 0;

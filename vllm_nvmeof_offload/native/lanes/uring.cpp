@@ -101,7 +101,7 @@ int Uring::region_of(const std::byte* at, size_t bytes) const {
 void Uring::use(int slab_fd) {
   if (slab_fd == slab_fd_ || !files_registered_) return;
   // Prepared operations refer to the registered file by index: let the kernel resolve them first.
-  enter(false);
+  enter(kNoWait);
   if (io_uring_sq_ready(&ring_) > 0) return;  // try again at the next call
   if (io_uring_register_files_update(&ring_, 0, &slab_fd, 1) == 1) slab_fd_ = slab_fd;
 }
@@ -134,7 +134,7 @@ void Uring::enable() {
   io_uring_prep_nop(sqe);
   io_uring_sqe_set_data(sqe, nullptr);
   int rc;
-  do rc = enter(true);
+  do rc = enter(kForever);
   while (rc == -EINTR);
   if (rc < 0) throw RingError(-rc, "io_uring_enter");
   reap([](void*, int) {});
@@ -146,11 +146,9 @@ void Uring::arm(int wake_fd) {
   io_uring_sqe_set_data(sqe, nullptr);
 }
 
-int Uring::enter(bool wait) {
-  return wait ? io_uring_submit_and_wait(&ring_, 1) : io_uring_submit_and_get_events(&ring_);
-}
-
-int Uring::enter_for(std::chrono::nanoseconds limit) {
+int Uring::enter(std::chrono::nanoseconds limit) {
+  if (limit == kNoWait) return io_uring_submit_and_get_events(&ring_);
+  if (limit == kForever) return io_uring_submit_and_wait(&ring_, 1);
   __kernel_timespec most{0, limit.count()};
   io_uring_cqe* cqe = nullptr;
   return io_uring_submit_and_wait_timeout(&ring_, &cqe, 1, &most, nullptr);
@@ -162,7 +160,7 @@ void Uring::reap(const std::function<void(void*, int)>& each) {
   unsigned count = 0;
   io_uring_for_each_cqe(&ring_, head, cqe) {
     ++count;
-    if (cqe->user_data == LIBURING_UDATA_TIMEOUT) continue;  // from `enter_for`, before Linux 5.11
+    if (cqe->user_data == LIBURING_UDATA_TIMEOUT) continue;  // from `enter`, before Linux 5.11
     each(io_uring_cqe_get_data(cqe), cqe->res);
   }
   io_uring_cq_advance(&ring_, count);
