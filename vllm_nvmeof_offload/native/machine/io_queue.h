@@ -255,7 +255,6 @@ class IoQueue {
   uint64_t bytes_to_serve(size_t target);
 
   bool busy() const;
-  const Stamp& stamp(size_t target) const { return targets_[target].stamp; }
   size_t waiting(Urgency urgency);
   size_t reads_in_flight() const {
     return in_flight_.size() - writes_in_flight_ - peers_in_flight_;

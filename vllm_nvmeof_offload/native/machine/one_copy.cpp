@@ -345,12 +345,6 @@ bool SetMember::idle() const {
          std::ranges::none_of(holders_, [](const Holder& one) { return one.watched(); });
 }
 
-size_t SetMember::waiting() const {
-  size_t count = 0;
-  for (const Holder& one : holders_) count += one.waiting();
-  return count;
-}
-
 int64_t SetMember::next_deadline_ns() const {
   int64_t next_ns = INT64_MAX;
   for (const Holder& one : holders_)

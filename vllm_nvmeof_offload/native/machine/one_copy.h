@@ -164,7 +164,6 @@ class SetMember {
   std::vector<SetEvent> events;
   bool awaits() const;
   bool idle() const;
-  size_t waiting() const;
   int64_t next_deadline_ns() const;
   // Block until there is an event, one of the files is readable, or `time_ns` has passed.
   void sleep(const std::vector<int>& fds, int64_t now_ns, int64_t time_ns);
