@@ -243,11 +243,9 @@ void test_format() {
     CHECK(judge(identity(1, 2), kPayload, place, kTag) == Outcome::CHECKSUM_MISMATCH);
     slot[at] ^= std::byte{4};
   }
-  const auto entry = encode_entry({{}, 5}, identity(1, 2), 7);
-  uint32_t crc;
-  std::memcpy(&crc, entry.data(), sizeof crc);
-  CHECK(entry_crc(entry.data(), 5) == crc);
-  CHECK(entry_crc(entry.data(), 6) != crc);
+  const TableEntry entry = encode_entry({{}, 5}, identity(1, 2), 7);
+  CHECK(entry_crc(entry, 5) == entry.crc);
+  CHECK(entry_crc(entry, 6) != entry.crc);
 }
 
 // Check that a log consists of intact pages, in which each record is valid only at its own

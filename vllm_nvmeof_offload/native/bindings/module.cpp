@@ -90,10 +90,10 @@ void entry_crcs(Column<uint8_t> entries, Column<int64_t> slots, MutableColumn<ui
   const size_t count = slots.size();
   if (entries.size() != count * kEntryBytes || crcs.size() != count)
     throw nb::value_error("entries, slots and crcs differ in number");
-  const auto* raw = reinterpret_cast<const std::byte*>(entries.data());
+  const auto* all = reinterpret_cast<const TableEntry*>(entries.data());
   nb::gil_scoped_release release;
   for (size_t i = 0; i < count; ++i)
-    crcs.data()[i] = entry_crc(raw + i * kEntryBytes, static_cast<uint64_t>(slots.data()[i]));
+    crcs.data()[i] = entry_crc(all[i], static_cast<uint32_t>(slots.data()[i]));
 }
 
 using Words = Column<uint64_t>;
@@ -197,9 +197,9 @@ LogRecord reset_record(uint32_t epoch) { return {.epoch = epoch, .kind = LogKind
 
 nb::bytes encode_entry_of(uint32_t slot, const nb::bytes& key, uint64_t generation, uint32_t epoch,
                           bool single_copy, uint32_t client) {
-  const auto entry =
+  const TableEntry entry =
       encode_entry({{}, slot, single_copy, client}, identity_of(key, generation), epoch);
-  return bytes_of(entry);
+  return nb::bytes(&entry, sizeof entry);
 }
 
 void make_log(LogWriter* at, uint32_t pages, uint64_t next, uint64_t lease_generation, int fd) {

@@ -22,6 +22,11 @@ namespace nvmeof {
 enum class Urgency : uint8_t { DEMAND, URGENT, SERVE, PREFETCH, WRITE };
 inline constexpr size_t kUrgencies = 5;
 
+inline constexpr size_t kPageBytes = 4096;
+inline size_t whole_pages(size_t bytes) {
+  return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
+}
+
 inline constexpr size_t kTagBytes = 16;
 
 // The epoch and share tag that a write stores. A read succeeds only if the slot has the same tag.
@@ -33,6 +38,14 @@ struct Stamp {
 };
 
 inline constexpr size_t kKeyBytesMax = 46;
+
+// Return the key's group: its last four bytes, in big-endian order.
+inline uint32_t group_id_of(std::string_view key) {
+  uint32_t id = 0;
+  for (const char byte : key.substr(std::max(key.size(), sizeof id) - sizeof id))
+    id = id << 8 | static_cast<uint8_t>(byte);
+  return id;
+}
 
 // The identity expected in a slot's header; see `protocol.SlotIdentity`.
 struct Identity {

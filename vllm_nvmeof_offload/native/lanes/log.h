@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
-// A region's log: its on-disk format, as defined in `pool/log.py`, and its writer.
+// The on-disk formats of a region's table entries (`pool/format.py`) and of its log
+// (`pool/log.py`), and the log's writer.
 #pragma once
 
 #include <isa-l/crc.h>
@@ -8,11 +9,34 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "lanes/lanes.h"
+
 namespace nvmeof {
 
 inline uint32_t small_crc32c(const void* data, size_t bytes) {
   auto* const text = static_cast<unsigned char*>(const_cast<void*>(data));
   return ~crc32_iscsi(text, static_cast<int>(bytes), ~uint32_t{0});
+}
+
+inline constexpr uint8_t kFlagSingleCopy = 8;
+
+#pragma pack(push, 1)
+struct TableEntry {
+  uint32_t crc = 0;
+  uint32_t epoch = 0;
+  uint64_t generation = 0;
+  uint8_t flags = 0;
+  uint8_t key_bytes = 0;
+  uint8_t key[kKeyBytesMax]{};
+};
+#pragma pack(pop)
+inline constexpr size_t kEntryBytes = 64;
+static_assert(sizeof(TableEntry) == kEntryBytes);
+
+// Return the CRC of an entry, which also covers the slot's number in the region.
+inline uint32_t entry_crc(TableEntry entry, uint32_t slot) {
+  entry.crc = slot;
+  return small_crc32c(&entry, sizeof entry);
 }
 
 inline constexpr size_t kLogPageBytes = 4096;

@@ -24,7 +24,6 @@ static_assert(std::endian::native == std::endian::little, "the format is little 
 constexpr char kMagic[8] = {'v', 'N', 'V', 'M', 'e', 'K', 'V', '\0'};
 constexpr uint16_t kFormatVersion = 2;
 constexpr uint8_t kFlagBlockCrcs = 4;
-constexpr uint8_t kFlagSingleCopy = 8;
 constexpr uint8_t kGroupKinds = 4;
 constexpr size_t kCrcAt = kHeaderBytes - sizeof(uint32_t);
 constexpr size_t kBlockCrcsAt = 160;
@@ -53,21 +52,12 @@ struct Header {
   uint32_t slot;
   uint16_t rank;
 };
-struct Entry {
-  uint32_t crc;
-  uint32_t epoch;
-  uint64_t generation;
-  uint8_t flags;
-  uint8_t key_bytes;
-  uint8_t key[kKeyBytesMax];
-};
 #pragma pack(pop)
 static_assert(offsetof(Header, key) == 36);
 static_assert(offsetof(Header, group_kind) == 82);
 static_assert(offsetof(Header, tag) == 96);
 static_assert(offsetof(Header, region_uuid) == 128);
 static_assert(sizeof(Header) == 150);
-static_assert(sizeof(Entry) == kEntryBytes);
 
 uint32_t stored_crc(const std::byte* slot) {
   uint32_t crc;
@@ -333,17 +323,8 @@ Outcome verify(const std::byte* slot, size_t bytes, const Identity& identity, si
   return right ? Outcome::OK : Outcome::CHECKSUM_MISMATCH;
 }
 
-uint32_t entry_crc(const std::byte* entry, uint64_t slot) {
-  std::array<std::byte, kEntryBytes> message;
-  const auto number = static_cast<uint32_t>(slot);
-  std::memcpy(message.data(), &number, sizeof number);
-  std::memcpy(message.data() + sizeof number, entry + sizeof number, kEntryBytes - sizeof number);
-  return crc32c(message.data(), message.size());
-}
-
-std::array<std::byte, kEntryBytes> encode_entry(const SlotPlace& place, const Identity& identity,
-                                                uint32_t epoch) {
-  Entry entry{};
+TableEntry encode_entry(const SlotPlace& place, const Identity& identity, uint32_t epoch) {
+  TableEntry entry;
   if (place.single_copy) entry.flags = kFlagSingleCopy;
   entry.epoch = epoch;
   entry.generation = identity.generation;
@@ -351,10 +332,8 @@ std::array<std::byte, kEntryBytes> encode_entry(const SlotPlace& place, const Id
   std::memcpy(entry.key, identity.key.data(), identity.key_bytes);
   if (identity.key_bytes <= kClientAt)
     std::memcpy(entry.key + kClientAt, &place.client, sizeof place.client);
-  auto bytes = std::bit_cast<std::array<std::byte, kEntryBytes>>(entry);
-  const uint32_t crc = entry_crc(bytes.data(), place.slot);
-  std::memcpy(bytes.data(), &crc, sizeof crc);
-  return bytes;
+  entry.crc = entry_crc(entry, place.slot);
+  return entry;
 }
 
 LogRecord put_record(uint32_t slot, const Identity& identity, uint32_t epoch, bool single_copy) {

@@ -19,8 +19,6 @@ constexpr size_t kBurst = 4;
 // A thread that holds writes back must poll, because nothing wakes it when the permit is renewed.
 constexpr std::chrono::nanoseconds kPermitPoll = std::chrono::milliseconds(5);
 
-size_t whole_pages(size_t bytes) { return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes; }
-
 // Return the size of equal pieces of about `split` bytes; a small last one would cost as much as a
 // full one.
 size_t bytes_per_piece(size_t bytes, size_t split) {
@@ -553,12 +551,12 @@ void TargetRing::enter_front(std::unique_lock<std::mutex>& lock) {
 
 int TargetRing::write_entry(int table_fd, const SlotPlace& place, const LaneOp& request) {
   if (const int error = table_sync_.take_error()) return error;
-  const auto entry = encode_entry(place, request.identity, request.stamp.epoch);
+  const TableEntry entry = encode_entry(place, request.identity, request.stamp.epoch);
   const auto offset = static_cast<off_t>(place.slot * kEntryBytes);
   ssize_t done;
-  do done = pwrite(table_fd, entry.data(), entry.size(), offset);
+  do done = pwrite(table_fd, &entry, sizeof entry, offset);
   while (done < 0 && errno == EINTR);
-  if (done != static_cast<ssize_t>(entry.size())) return done < 0 ? errno : EIO;
+  if (done != static_cast<ssize_t>(sizeof entry)) return done < 0 ? errno : EIO;
   table_sync_.wrote();
   return 0;
 }

@@ -26,9 +26,7 @@
 
 namespace nvmeof {
 
-inline constexpr size_t kPageBytes = 4096;
 inline constexpr size_t kHeaderBytes = kPageBytes;
-inline constexpr size_t kEntryBytes = 64;
 inline constexpr size_t kUuidBytes = 16;
 
 using Clock = std::chrono::steady_clock;  // CLOCK_MONOTONIC
@@ -50,12 +48,8 @@ inline int make_eventfd(int flags) {
   return fd;
 }
 
-// Return the key's group: its last four bytes, in big-endian order.
 inline uint32_t group_id_of(const Identity& identity) {
-  uint32_t id = 0;
-  for (size_t at = std::max(identity.key_bytes, uint8_t{4}) - 4u; at < identity.key_bytes; ++at)
-    id = id << 8 | identity.key[at];
-  return id;
+  return group_id_of({reinterpret_cast<const char*>(identity.key.data()), identity.key_bytes});
 }
 
 // The part of a target that one rank writes.
@@ -180,12 +174,9 @@ Outcome verify(const std::byte* slot, size_t bytes, const Identity& identity, si
 // Return the table entry of a slot. The CRC covers the slot's number in the region. If the key has
 // more than `kClientAt` bytes, the client is not recorded.
 inline constexpr size_t kClientAt = kKeyBytesMax - sizeof(uint32_t);
-std::array<std::byte, kEntryBytes> encode_entry(const SlotPlace& place, const Identity& identity,
-                                                uint32_t epoch);
+TableEntry encode_entry(const SlotPlace& place, const Identity& identity, uint32_t epoch);
 
 LogRecord put_record(uint32_t slot, const Identity& identity, uint32_t epoch, bool single_copy);
-
-uint32_t entry_crc(const std::byte* entry, uint64_t slot);
 
 // Completions for the caller, with an eventfd that is readable while some are waiting.
 class CompletionQueue {

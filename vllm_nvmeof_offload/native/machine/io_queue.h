@@ -268,8 +268,7 @@ class IoQueue {
   size_t payload_bytes(const Task& task) const { return options_.group_bytes[task.group]; }
   // Return the bytes that a read or write of the task's slot transfers, in whole pages.
   size_t transfer_bytes(const Task& task) const {
-    constexpr size_t kPage = 4096;
-    return options_.header_bytes + (payload_bytes(task) + kPage - 1) / kPage * kPage;
+    return options_.header_bytes + whole_pages(payload_bytes(task));
   }
 
  private:

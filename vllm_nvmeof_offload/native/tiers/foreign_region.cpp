@@ -19,16 +19,9 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "the format is little endian");
 
-// The layout is defined in `pool/format.py`.
-constexpr size_t kEntryBytes = 64, kKeyAt = 18, kGroupIdBytes = 4;
-constexpr size_t kFlagsAt = 16, kKeyBytesAt = 17;
-constexpr uint8_t kFlagSingleCopy = 8;
+constexpr size_t kGroupIdBytes = 4;
 // The number of entries read at once, few enough to stay in the L2 cache until they are compared.
 constexpr size_t kEntriesMax = 4096;
-constexpr size_t kPageBytes = 4096;
-constexpr size_t whole_pages(size_t bytes) {
-  return (bytes + kPageBytes - 1) / kPageBytes * kPageBytes;
-}
 // The number of changed entries by which prefetching runs ahead.
 constexpr size_t kAhead = 8;
 
@@ -36,14 +29,6 @@ constexpr size_t kAhead = 8;
 constexpr uint32_t kLogPagesAtOnce = 64;
 // An invalid log page may merely be half written. It counts as damaged after this many reads.
 constexpr unsigned kLogReadsMax = 10;
-
-// Return an entry's CRC, which covers its slot and the bytes after the CRC.
-uint32_t crc_of(const std::byte* entry, uint32_t slot) {
-  std::array<char, kEntryBytes> covered;
-  std::memcpy(covered.data(), entry, kEntryBytes);
-  std::memcpy(covered.data(), &slot, sizeof slot);
-  return small_crc32c(covered.data(), covered.size());
-}
 
 // Read `bytes` at `offset`, or zeros beyond the end of the file. Returns an errno, or 0. For
 // O_DIRECT, `into` consists of whole pages, and may be written beyond `bytes`.
@@ -211,18 +196,13 @@ int ForeignRegion::read_record(const LogRecord& record, int64_t now_ns) {
   if (record.kind == LogKind::RESET) return record.epoch == epoch_ ? 0 : kReset;
   // A key that is too long for the record is only in the table.
   if (record.key_bytes > kLogKeyBytesMax || record.slot >= heads_.size()) return kOverrun;
-  std::array<std::byte, kEntryBytes> entry{};
-  Head head{0, record.epoch, record.generation};
-  std::memcpy(entry.data(), &head, sizeof head);
-  entry[kFlagsAt] = std::byte{record.flags};
-  entry[kKeyBytesAt] = std::byte{record.key_bytes};
-  std::memcpy(entry.data() + kKeyAt, record.key.data(), record.key_bytes);
-  head.crc = crc_of(entry.data(), record.slot);
-  std::memcpy(entry.data(), &head, sizeof head);
+  TableEntry entry{0, record.epoch, record.generation, record.flags, record.key_bytes, {}};
+  std::memcpy(entry.key, record.key.data(), record.key_bytes);
+  entry.crc = entry_crc(entry, record.slot);
   __builtin_prefetch(&heads_[record.slot]);
   __builtin_prefetch(&fingerprints_[record.slot]);
   __builtin_prefetch(&marks_[record.slot]);
-  changed_.push_back(decode(entry.data(), record.slot, now_ns));
+  changed_.push_back(decode(entry, record.slot, now_ns));
   return 0;
 }
 
@@ -230,9 +210,8 @@ void ForeignRegion::compare(ForeignWriter& table, uint64_t first, size_t count, 
                             bool log_is_ahead) {
   changed_.clear();
   for (size_t at = 0; at < count; ++at) {
-    const std::byte* const entry = buffer_.data() + at * kEntryBytes;
-    Head head;
-    std::memcpy(&head, entry, sizeof head);
+    const auto& entry = reinterpret_cast<const TableEntry*>(buffer_.data())[at];
+    const Head head{entry.crc, entry.epoch, entry.generation};
     uint8_t& marks = marks_[first + at];
     const bool is_kept = log_is_ahead && (marks & kLogged) != 0;
     marks &= static_cast<uint8_t>(~kLogged);
@@ -257,31 +236,26 @@ void ForeignRegion::take_changed(ForeignWriter& table, uint8_t mark) {
   }
 }
 
-ForeignRegion::Seen ForeignRegion::decode(const std::byte* entry, uint64_t slot,
+ForeignRegion::Seen ForeignRegion::decode(const TableEntry& entry, uint64_t slot,
                                           int64_t now_ns) const {
-  Seen seen{now_ns, slot, {}, 0, false};
-  std::memcpy(&seen.head, entry, sizeof seen.head);
-  if (seen.head.epoch != epoch_) return seen;
-  const auto flags = static_cast<uint8_t>(entry[kFlagsAt]);
-  const auto key_bytes = static_cast<size_t>(entry[kKeyBytesAt]);
-  if (key_bytes < kGroupIdBytes || key_bytes > kKeyBytesMax || (flags & ~kFlagSingleCopy) != 0 ||
-      crc_of(entry, static_cast<uint32_t>(slot)) != seen.head.crc) {
+  Seen seen{now_ns, slot, {entry.crc, entry.epoch, entry.generation}, 0, false};
+  if (entry.epoch != epoch_) return seen;
+  if (entry.key_bytes < kGroupIdBytes || entry.key_bytes > kKeyBytesMax ||
+      (entry.flags & ~kFlagSingleCopy) != 0 ||
+      entry_crc(entry, static_cast<uint32_t>(slot)) != entry.crc) {
     seen.head = {};  // damaged or being written, so the next scan reads it again
     return seen;
   }
-  const std::byte* const key = entry + kKeyAt;
-  uint32_t group_id = 0;
-  for (size_t at = key_bytes - kGroupIdBytes; at < key_bytes; ++at)
-    group_id = group_id << 8 | static_cast<uint32_t>(key[at]);
+  const std::string_view key(reinterpret_cast<const char*>(entry.key), entry.key_bytes);
+  const uint32_t group_id = group_id_of(key);
   const auto group = std::find_if(groups_.begin(), groups_.end(),
                                   [&](const Group& one) { return one.id == group_id; });
   if (group == groups_.end()) return seen;
-  seen.single_copy = (flags & kFlagSingleCopy) != 0;
+  seen.single_copy = (entry.flags & kFlagSingleCopy) != 0;
   // Follow single copies only in the first set, and other chunks only in the first rank's part.
   const bool is_followed =
       seen.single_copy ? group->set_size > 1 && home_.rank < group->set_size : home_.rank == 0;
-  const std::string_view text(reinterpret_cast<const char*>(key), key_bytes);
-  if (is_followed) seen.fingerprint = fingerprint_of(text);
+  if (is_followed) seen.fingerprint = fingerprint_of(key);
   return seen;
 }
 

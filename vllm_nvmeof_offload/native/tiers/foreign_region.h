@@ -70,7 +70,7 @@ class ForeignRegion {
   // came from the log, and no scan has confirmed it yet.
   static constexpr uint8_t kSingleCopy = 1, kBefore = 2, kLogged = 4;
 
-  Seen decode(const std::byte* entry, uint64_t slot, int64_t now_ns) const;
+  Seen decode(const TableEntry& entry, uint64_t slot, int64_t now_ns) const;
   int take_page(ForeignWriter& table, const std::byte* page, int64_t now_ns);
   int read_records(const std::byte* page, uint32_t records, int64_t now_ns);
   int read_record(const LogRecord& record, int64_t now_ns);

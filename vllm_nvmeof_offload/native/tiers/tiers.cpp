@@ -261,9 +261,8 @@ uint64_t Tiers::mixed(std::span<const Row> rows, std::span<const ForeignRow> for
 // -- plans ----------------------------------------------------------------------------
 
 size_t Tiers::group_of(const char* key) const {
-  const auto* const id = reinterpret_cast<const uint8_t*>(key) + index.key_bytes() - 4;
-  const uint32_t number = uint32_t{id[0]} << 24 | id[1] << 16 | id[2] << 8 | id[3];
-  const auto found = std::ranges::find(options_.group_ids, number);
+  const uint32_t id = group_id_of({key, index.key_bytes()});
+  const auto found = std::ranges::find(options_.group_ids, id);
   return static_cast<size_t>(found - options_.group_ids.begin());
 }
 
