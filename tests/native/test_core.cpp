@@ -393,10 +393,10 @@ struct Mixer {
     const auto owner = static_cast<uint16_t>(1 + dice() % kForeign.size());
     const size_t target = dice() % kTargets;
     if (dice() % 3) {
-      engine.attach(owner, target, {site.targets[target].slab_fd, kForeign[owner - 1u]});
+      engine.target(target).attach(owner, {site.targets[target].slab_fd, kForeign[owner - 1u]});
       attached.insert({owner, target});
     } else {
-      engine.detach(owner, target);
+      engine.target(target).detach(owner);
       attached.erase({owner, target});
     }
   }
@@ -408,10 +408,10 @@ struct Mixer {
       for (uint64_t count = dice() % 4; count > 2; --count) give_up();
       if (dice() % 64 == 0) {  // while operations run on the old descriptors
         const size_t index = dice() % kTargets;
-        engine.replace_target(index, site.reopened(index));
+        engine.target(index).replace(site.reopened(index));
       }
       if (dice() % 16 == 0) change_files();
-      if (dice() % 16 == 0) engine.note(dice() % kTargets, {.kind = LogKind::RESET});
+      if (dice() % 16 == 0) engine.target(dice() % kTargets).note({.kind = LogKind::RESET});
       pollfd readable{engine.fd(), POLLIN, 0};
       if (dice() % 2 == 0) poll(&readable, 1, 1);
       for (const LaneEnd& one : engine.poll()) take(one);

@@ -313,14 +313,17 @@ void bind_engine(nb::module_& m) {
       .def("cancel", &Engine::cancel_one, nb::arg("token"))
       .def("replace_target",
            [](Engine& engine, size_t index, int slab_fd, int table_fd, int log_fd) {
-             engine.replace_target(index, {slab_fd, table_fd, log_fd});
+             engine.target(index).replace({slab_fd, table_fd, log_fd});
            })
       .def("log_reset", [](Engine& engine, size_t target,
-                           uint32_t epoch) { engine.note(target, reset_record(epoch)); })
+                           uint32_t epoch) { engine.target(target).note(reset_record(epoch)); })
       .def("attach",
            [](Engine& engine, uint16_t owner, size_t target, int slab_fd, const nb::bytes& uuid,
-              uint16_t rank) { engine.attach(owner, target, {slab_fd, {sixteen(uuid), rank}}); })
-      .def("detach", &Engine::detach)
+              uint16_t rank) {
+             engine.target(target).attach(owner, {slab_fd, {sixteen(uuid), rank}});
+           })
+      .def("detach", [](Engine& engine, uint16_t owner,
+                        size_t target) { engine.target(target).detach(owner); })
       .def("poll", &poll)
       .def("fileno", &Engine::fd)
       .def(

@@ -67,8 +67,7 @@ void Checksums::stop() {
 }
 
 void Checksums::run() {
-  enter_thread("nvmeof-crc");
-  run_on(cpus_);
+  enter_thread("nvmeof-crc", cpus_);
   std::unique_lock lock(mutex_);
   for (;;) {
     changed_.wait(lock, [this] { return stopping_ || !waiting_.empty(); });
@@ -111,14 +110,6 @@ void Engine::take(const LaneOp& op) {
   require(op.is_read() || !is_foreign(op.place), "a write to another engine's region");
   targets_.at(target_of(op.place))->submit(op);
 }
-
-void Engine::replace_target(size_t index, Target target) { targets_.at(index)->replace(target); }
-
-void Engine::attach(uint16_t owner, size_t target, const ForeignSlab& files) {
-  targets_.at(target)->attach(owner, files);
-}
-
-void Engine::detach(uint16_t owner, size_t target) { targets_.at(target)->detach(owner); }
 
 void Engine::start() {
   for (const auto& target : targets_) target->kick();

@@ -59,12 +59,7 @@ class Engine : public NativeLanes {
   ~Engine() override { close({}); }
 
   LaneRoom room() const override;
-  // Use these files for later operations. Earlier operations still need the previous files.
-  void replace_target(size_t index, Target target);
-  // Allow reads of another engine's region on one of our targets; see `TargetRing::attach`.
-  void attach(uint16_t owner, size_t target, const ForeignSlab& files);
-  void detach(uint16_t owner, size_t target);
-  void note(size_t target, const LogRecord& record) { targets_.at(target)->note(record); }
+  TargetRing& target(size_t index) { return *targets_.at(index); }
   std::vector<LaneEnd> poll() { return completions_->take(); }
   int fd() const { return completions_->fd(); }
   // -- NativeLanes

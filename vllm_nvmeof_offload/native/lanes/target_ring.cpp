@@ -28,14 +28,11 @@ size_t bytes_per_piece(size_t bytes, size_t split) {
 
 }  // namespace
 
-void enter_thread(const char* name) {
+void enter_thread(const char* name, const std::vector<int>& cpus) {
   pthread_setname_np(pthread_self(), name);
   sigset_t all;
   sigfillset(&all);
   pthread_sigmask(SIG_BLOCK, &all, nullptr);
-}
-
-void run_on(const std::vector<int>& cpus) {
   cpu_set_t set;
   CPU_ZERO(&set);
   for (const int cpu : cpus)
@@ -307,13 +304,8 @@ void TargetRing::settle(Op& op) {
 
 // ---- the ring's thread ------------------------------------------------------------------
 
-void TargetRing::enter_own_thread(const char* name) {
-  enter_thread(name);
-  run_on(setup_.cpus);
-}
-
 void TargetRing::run(std::unique_ptr<Ring> ring, const std::shared_ptr<Started>& started) {
-  enter_own_thread("nvmeof-ring");
+  enter_thread("nvmeof-ring", setup_.cpus);
   try {
     ring->enable();
   } catch (const RingError&) {
@@ -466,7 +458,7 @@ uint8_t TargetRing::kind_of(const Op& op) const {
 // ---- the table's thread -----------------------------------------------------------------
 
 void TargetRing::run_table() {
-  enter_own_thread("nvmeof-table");
+  enter_thread("nvmeof-table", setup_.cpus);
   std::unique_lock lock(mutex_);
   for (;;) {
     await_table_work(lock);

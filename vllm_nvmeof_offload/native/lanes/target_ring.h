@@ -96,10 +96,8 @@ struct EngineSetup {
   std::shared_ptr<StartGate> gate;  // null except in tests
 };
 
-// Name the calling thread and block all signals in it.
-void enter_thread(const char* name);
-// Restrict the calling thread to these CPUs, as in `EngineSetup::cpus`; failure is harmless.
-void run_on(const std::vector<int>& cpus);
+// Name the calling thread, block all signals in it, and restrict it to `EngineSetup::cpus`.
+void enter_thread(const char* name, const std::vector<int>& cpus);
 
 class TargetRing {
  public:
@@ -112,6 +110,7 @@ class TargetRing {
 
   void submit(const LaneOp& request);
   void kick();
+  // Use these files for later operations. Earlier operations still need the previous files.
   void replace(Target target);
   // Use these files for later reads of this engine's slots. They must outlive those reads.
   void attach(uint16_t owner, const ForeignSlab& files);
@@ -169,7 +168,6 @@ class TargetRing {
   int write_entry(int table_fd, const SlotPlace& place, const LaneOp& request);
   void sync_table(std::unique_lock<std::mutex>& lock);
   void log_notes(std::unique_lock<std::mutex>& lock);
-  void enter_own_thread(const char* name);
 
   // Called with the mutex held.
   bool await_permit(std::unique_lock<std::mutex>& lock, const Op& op);

@@ -22,8 +22,7 @@ ThreadRing::ThreadRing(size_t threads, const std::vector<int>& cpus)
   try {
     while (threads_.size() < kThreadsPerCall * threads)
       threads_.emplace_back([this, cpus] {
-        enter_thread("nvmeof-io");
-        run_on(cpus);
+        enter_thread("nvmeof-io", cpus);
         run();
       });
   } catch (...) {
