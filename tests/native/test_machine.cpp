@@ -747,9 +747,8 @@ class World {
     for (size_t target = 0; target < kTargets; ++target)
       machine_.io.set_target(target, usable_[target], 0);
     machine_.io.offer_reads();
-    machine_.io.offer_resets();
-    for (const IoQueue::Offer& offer : machine_.io.offered)
-      begin_superblock(offer.task->target, offer.token, offer.task->job->op);
+    for (const Task* task : machine_.io.offer_resets())
+      begin_superblock(task->target, task->token, task->job->op);
     machine_.io.offer_writes();
     machine_.io.fail_stalled();
   }

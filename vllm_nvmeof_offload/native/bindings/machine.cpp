@@ -376,12 +376,10 @@ bool advance(Machine& machine, double ahead_s) {
 std::optional<std::pair<std::vector<std::tuple<uint64_t, size_t>>,
                         std::vector<std::tuple<size_t, uint8_t, int>>>>
 offer_resets(Machine& machine) {
-  machine.io.offer_resets();
-  if (machine.io.offered.empty() && machine.io.unwritten.empty()) return std::nullopt;
   std::vector<std::tuple<uint64_t, size_t>> offered;
-  offered.reserve(machine.io.offered.size());
-  for (const IoQueue::Offer& offer : machine.io.offered)
-    offered.emplace_back(offer.token, offer.task->target);
+  for (const Task* task : machine.io.offer_resets())
+    offered.emplace_back(task->token, task->target);
+  if (offered.empty() && machine.io.unwritten.empty()) return std::nullopt;
   std::vector<std::tuple<size_t, uint8_t, int>> unwritten;
   for (const HealthOutcome& one : std::exchange(machine.io.unwritten, {}))
     unwritten.emplace_back(one.target, static_cast<uint8_t>(one.code), one.error);

@@ -340,8 +340,8 @@ bool IoQueue::write_may_start(const Target& target) const {
   return !target.resetting && target.resets.empty();
 }
 
-void IoQueue::offer_resets() {
-  offered.clear();
+std::vector<const Task*> IoQueue::offer_resets() {
+  std::vector<const Task*> offered;
   for (size_t number = 0; number < targets_.size(); ++number) {
     Target& target = targets_[number];
     if (mutant("suspect_target_fails_the_reset") && !target.resets.empty() && !target.usable) {
@@ -359,8 +359,9 @@ void IoQueue::offer_resets() {
     if (!mutant("a_superblock_has_no_deadline")) watch(task.token, task.deadline_ns, true);
     // The target's writes wait for the superblock, so they do not count as stalled.
     queues_[number].progressed(true);
-    offered.push_back({&task, task.token});
+    offered.push_back(&task);
   }
+  return offered;
 }
 
 // Record whether the target has the superblock and, unless `one` is late, the write's outcome.

@@ -177,11 +177,6 @@ class Flights {
 
 class IoQueue {
  public:
-  struct Offer {
-    Task* task = nullptr;
-    uint64_t token = 0;
-  };
-
   IoQueue(const IoOptions& options, NativeLanes& lanes, NativeLanes* peer_lanes, int64_t now_ns);
 
   // Queue a task: at the front if it already has a deadline, because a peer has then used up part
@@ -224,12 +219,11 @@ class IoQueue {
   void offer_reads();
   void offer_writes();
   void fail_stalled();
-  // Fill `offered` with the superblocks to write, regardless of the lanes' room.
-  void offer_resets();
+  // Return the tasks of the superblocks to write, regardless of the lanes' room.
+  std::vector<const Task*> offer_resets();
   // Return when the next operation will get DEADLINE if it has not ended by then, or INT64_MAX.
   int64_t next_deadline_ns();
 
-  std::vector<Offer> offered;
   std::vector<IoEvent> events;
   std::vector<HealthCounts> health_counts;
   std::vector<HealthOutcome> health_outcomes;
