@@ -29,7 +29,8 @@ namespace {
 
 using PieceRows = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
 
-// A `LaneEnd`: token, code, errno, seconds, payload CRC or -1, and whether the buffer is released.
+// The fields of a `LaneEnd`: token, code, errno, seconds, payload CRC or -1, and whether the buffer
+// is released.
 using PythonEnd = std::tuple<uint64_t, uint8_t, int, double, int64_t, bool>;
 
 LaneEnd lane_end(const PythonEnd& end) {
@@ -153,7 +154,7 @@ ArrayOrNone<T> column(std::vector<T>&& items) {
   return nb::object(array(std::move(items)));
 }
 
-// A `SetOptions`: memory, member, addresses, set sizes.
+// The fields of a `SetOptions`: memory, member, addresses, set sizes.
 using Set = std::tuple<uintptr_t, size_t, std::vector<uint64_t>, std::vector<uint8_t>>;
 
 using PyStamp = std::pair<uint32_t, nb::bytes>;  // a `pool.format.Stamp`

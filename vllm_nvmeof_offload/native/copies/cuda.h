@@ -163,7 +163,7 @@ inline CudaFailure submit_copies(const CudaFunctions& cuda, const CopyColumns& a
 }
 
 // Launch a kernel once per row, then record the end. A row holds the number of thread blocks and
-// the kernel's arguments. threads: per block.
+// the kernel's arguments. threads: the number of threads per block.
 inline CudaFailure submit_launches(const CudaFunctions& cuda, CudaHandle kernel, unsigned threads,
                                    std::span<uint64_t> rows, size_t columns, CudaHandle stream,
                                    const CudaEnd& end) {

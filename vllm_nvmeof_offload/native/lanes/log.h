@@ -78,7 +78,8 @@ void encode_head(std::byte* page, const LogHead& head);
 // Returns false if the head is damaged.
 bool decode_head(const std::byte* page, LogHead& head);
 
-// The first position to write. pages: 0 if there is no log. next: that page's sequence number.
+// Where a log's writer starts. pages: 0 if there is no log. next: the sequence number of the first
+// page that it writes.
 struct LogStart {
   uint32_t pages = 0;
   uint64_t next = 0;

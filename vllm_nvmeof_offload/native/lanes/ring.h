@@ -38,7 +38,7 @@ class Ring {
   // Prepare a read or write of a slab. Its completion returns `tag`, which must not be null.
   virtual void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,
                        void* tag) = 0;
-  // Abandon an operation. It still completes, once the kernel has finished with it.
+  // Abandon an operation. It still completes when the kernel has finished with it.
   virtual void abandon(void* /*tag*/) {}
   // Request a single completion, with a null tag, when `wake_fd` becomes readable.
   virtual void arm(int wake_fd) = 0;

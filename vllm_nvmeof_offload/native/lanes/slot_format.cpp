@@ -9,7 +9,6 @@
 #include <atomic>
 #include <bit>
 #include <cassert>
-#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <span>

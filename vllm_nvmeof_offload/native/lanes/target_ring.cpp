@@ -522,7 +522,8 @@ void TargetRing::log_notes(std::unique_lock<std::mutex>& lock) {
 void TargetRing::enter_front(std::unique_lock<std::mutex>& lock) {
   Op& op = *to_enter_.front();
   to_enter_.pop_front();
-  // Write no entry if the write was cancelled (its slot may be reused) or the region taken over.
+  // Write no entry if the write was cancelled (its slot may be reused) or the region was taken
+  // over.
   Outcome code = Outcome::CANCELLED;
   int error = 0;
   const LaneOp request = op.request;

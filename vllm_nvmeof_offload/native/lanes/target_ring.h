@@ -10,7 +10,6 @@
 // other hosts read; no operation waits for the log or the sync.
 #pragma once
 
-#include <sched.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -154,7 +153,7 @@ class TargetRing {
     unsigned retries;
   };
   TargetRing(const EngineSetup& setup, size_t index, std::shared_ptr<CompletionQueue> completions);
-  // Set by the ring's thread once it knows whether the kernel allows it to use the ring.
+  // Set by the ring's thread when it knows whether the kernel allows it to use the ring.
   struct Started {
     std::atomic<bool> known{false};
     std::exception_ptr failure;

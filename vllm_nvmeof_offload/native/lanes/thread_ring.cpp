@@ -92,7 +92,7 @@ void ThreadRing::reap(const std::function<void(void*, int)>& each) {
   each(nullptr, sizeof ignored);
 }
 
-// ---- the threads; under the mutex except during the call itself ---------------------------
+// ---- the threads; under the mutex, except during the call itself ---------------------------
 
 // Take the next call that may start. Returns false if there is none. Reads precede writes, but one
 // write may always run, so that an endless sequence of reads cannot block it.

@@ -12,7 +12,7 @@
 // Operations for an unusable target fail at once. Waiting operations also fail if the lane has
 // accepted none of their kind for the length of their time limit.
 //
-// A reset writes a target's superblock once no earlier write to the target is awaited; later writes
+// A reset writes a target's superblock when no earlier write to the target is awaited; later writes
 // wait for the reset's outcome. Reads and writes use the stamp that their target has when they are
 // handed over. From the start of a reset until the target is known to have the superblock (after an
 // OK, however late, or a reattachment, which writes it), the target's stamp has an epoch that no

@@ -38,7 +38,7 @@ Machine::Machine(const MachineOptions& options, NativeLanes& lanes, int64_t now_
 
 // ---- commands ---------------------------------------------------------------------------
 
-// Add a job that reports on its first `rows` tasks.
+// Add a job with this many tasks, and this many rows to report.
 Job& Machine::open(uint64_t op, OpKind kind, size_t tasks, size_t rows) {
   auto& job = jobs_[op];
   require(job == nullptr, "an op is given twice");

@@ -35,7 +35,7 @@
 // `choose_lane` (lanes.h) chooses the lane when the chunk gets its stream slot. If the peer fails
 // in any way, this server reads the chunk itself, within the original deadline and with the usual
 // retry. It uses a different stream slot if the peer may still write into the first one. A chunk
-// bound for a cache slot is pulled into a stream slot and copied once it has been verified, so that
+// bound for a cache slot is pulled into a stream slot, verified, and then copied, so that
 // no late pull can write into a cache slot.
 //
 // Conversely, this rank reads chunks for peers, from its own targets into serve slots, which follow
@@ -212,7 +212,7 @@ class Machine {
   };
   // Return each read for a peer once, after it has released its slot.
   std::vector<Served> take_served() { return std::exchange(served_, {}); }
-  // Return how many bytes are to be read before the next read for a peer, and our read rate in
+  // Return how many bytes will be read before the next read for a peer, and our read rate in
   // bytes per second.
   std::pair<uint64_t, double> serve_levels();
 

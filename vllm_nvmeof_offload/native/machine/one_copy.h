@@ -107,7 +107,7 @@ class SetMemory {
 // on the row.
 //
 // A wait has no deadline, because the holder may have much to read first. Instead, tasks fail with
-// DEADLINE once the holder has left, or has made no progress for the time limit of a read.
+// DEADLINE when the holder has left, or has made no progress for the time limit of a read.
 
 struct SetOptions {
   void* memory = nullptr;  // null if this rank is in no set

@@ -52,7 +52,7 @@ class TargetQueue {
       FairQueue(FairQueue::Share::CHARGED), FairQueue(FairQueue::Share::NONE),
       FairQueue(FairQueue::Share::NONE), FairQueue(FairQueue::Share::NONE),
       FairQueue(FairQueue::Share::NONE)};
-  // By is_write: when tasks of this kind began to wait without the engine accepting any.
+  // By is_write: when tasks of this kind began to wait, if the engine has accepted none since then.
   std::array<std::optional<int64_t>, 2> stalled_since_ns_;
 };
 

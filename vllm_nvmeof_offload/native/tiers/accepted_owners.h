@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // The manager's view of the foreign table: the rows that may be read now, and the engines whose
-// regions the workers must open. Even an accepted row is only a hint, to be verified by a read.
+// regions the workers must open. Even an accepted row is only a hint, which a read must verify.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ class Foreign : public ForeignReader {
  public:
   // Accepts no engine before `set_tag`.
   explicit Foreign(int fd) : ForeignReader(fd) {}
-  // Use this time instead of the monotonic clock's, for tests.
+  // For tests: use this time instead of the monotonic clock's.
   void set_time(double now_s) { set_now_s_ = now_s; }
 
   // -- acceptance -------------------------------------------------------------------
@@ -46,8 +46,9 @@ class Foreign : public ForeignReader {
   // Return whether a process holds the engine's directory, and thus manages its chunks.
   bool lives(uint32_t number) const { return owner(number).state == OwnerState::COMPLETE; }
 
-  // -- attachments ------------------------------------------------------------------ Record that a
-  // command will name places in the pool of this engine, which was just accepted.
+  // -- attachments ------------------------------------------------------------------
+
+  // Record that a command will name places in the pool of this engine, which was just accepted.
   void use(uint32_t number);
   bool is_used() const { return !attached_.empty(); }
   // Return, once each, the engines that commands name and that workers must still attach.

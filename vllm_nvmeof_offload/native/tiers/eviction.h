@@ -126,7 +126,7 @@ class Lru final : public Order {
       return used != other.used ? used > other.used : slot > other.slot;
     }
   };
-  // The low bits of the last use in the high half, and the slot in the low half.
+  // A record in a bucket: the low bits of its last use in the high half, its slot in the low half.
   using Packed = uint64_t;
   static constexpr int kBucketBits = 10, kSlotBits = 32;
   // An item of `filed_` is the use by which the record is filed, plus 1, shifted left by one bit.

@@ -50,7 +50,7 @@ struct ForeignRow {
 
 inline constexpr uint32_t kOwnersMax = 8191;  // numbered from 1
 
-// The chunks to offer after a request: only those written later, or all.
+// The chunks to offer after a new version is requested: only those written later, or all.
 enum class Since { NOW, EVER };
 
 // Return the key's fingerprint, which is never 0.
@@ -132,7 +132,8 @@ class ForeignReader : public ForeignTable {
 // The follower's side. Its threads change rows only while they hold `lock()`.
 class ForeignWriter : public ForeignTable {
  public:
-  // fd: an empty memfd, or an earlier writer's, which loses only its rows. rows: initial capacity.
+  // fd: an empty memfd, or that of an earlier writer, whose rows are dropped. rows: the initial
+  // capacity.
   ForeignWriter(int fd, size_t rows);
 
   [[nodiscard]] std::unique_lock<std::mutex> lock() { return std::unique_lock(changes_); }

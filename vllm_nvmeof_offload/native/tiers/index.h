@@ -109,7 +109,8 @@ class Index {
   void warm(const char* key) const { warm_bucket_of(hash(key)); }
   void warm(Row row) const { prefetch(&(*this)[row]); }
   void warm_bucket(Row row) const { warm_bucket_of((*this)[row].hash); }
-  // Prefetch for a key with this hash, in two steps: where `find` begins, and then the key's row.
+  // Prefetch for a key with this hash, in two steps: first the bucket where `find` begins, and then
+  // the key's row.
   uint32_t hash(const char* key) const;
   void warm_bucket_of(uint32_t hash) const { prefetch(&buckets_[hash & mask_]); }
   void warm_found(uint32_t hash) const;

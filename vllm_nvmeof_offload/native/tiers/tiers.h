@@ -104,7 +104,8 @@ struct Batch {
   size_t undecided = 0, unreleased = 0;  // numbers of rows
 };
 
-// One rank's report on rows of a batch: all rows if `indexes` is empty, and all OK if `codes` is.
+// One rank's report on rows of a batch. If `indexes` is empty, it covers all rows; if `codes` is
+// empty, these rows are OK.
 struct Report {
   std::span<const uint32_t> indexes;
   std::span<const uint8_t> codes;
