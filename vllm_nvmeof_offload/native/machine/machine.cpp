@@ -632,8 +632,7 @@ void Machine::add_copies(const std::vector<Task*>& tasks, CopyBatch& batch) {
   Job& job = *tasks.front()->job;
   const uint64_t bytes_before = batch.bytes;
   for (const Task* task : tasks) {
-    const uint64_t payload =
-        set_ ? payload_address(*task) : io.address(*task) + options_.io.header_bytes;
+    const uint64_t payload = payload_address(*task);
     const uint32_t count = job.first_piece.at(task->index + 1) - job.first_piece[task->index];
     if (batch.is_store || batch.checks) {
       batch.counts.push_back(count);

@@ -18,6 +18,11 @@ constexpr size_t kLineWords = 8;    // words per cache line
 constexpr size_t kAnnouncementWords = 4;
 constexpr unsigned kStateBits = 2;
 
+// Derive a fill's name from the chunk and the op: a chunk may be read into the same slot twice.
+uint64_t name_of_fill(const Task& task, uint32_t op) {
+  return task.content.generation ^ op * 0x9E3779B97F4A7C15u;
+}
+
 uint64_t fill_value(FillState state, uint64_t name) {
   return name << kStateBits | static_cast<uint64_t>(state);
 }
@@ -94,15 +99,6 @@ void SetMemory::release(size_t member, size_t at, size_t reader) {
   std::atomic_ref(*announcement(member, at))
       .fetch_and(~(uint64_t{1} << reader), std::memory_order_acq_rel);
 }
-
-namespace {
-
-// Derive a fill's name from the chunk and the op: a chunk may be read into the same slot twice.
-uint64_t name_of_fill(const Task& task, uint32_t op) {
-  return task.content.generation ^ op * 0x9E3779B97F4A7C15u;
-}
-
-}  // namespace
 
 SetMember::SetMember(const SetOptions& options, const SetShape& shape, int64_t patience_ns)
     : options_(options),

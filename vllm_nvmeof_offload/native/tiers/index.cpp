@@ -67,19 +67,15 @@ Index::Index(Row rows, size_t key_bytes)
 // Mix the whole key, eight bytes at a time. The last eight may overlap the previous ones.
 uint32_t Index::hash(const char* key) const {
   uint64_t mixed = key_bytes_;
-  const auto mix = [&mixed](uint64_t word) {
-    mixed = (mixed ^ word) * 0x9e3779b97f4a7c15;
-    mixed ^= mixed >> 32;
-  };
   if (key_bytes_ < sizeof(uint64_t)) {
     uint64_t word = 0;
     std::memcpy(&word, key, key_bytes_);
-    mix(word);
-    return static_cast<uint32_t>(mixed);
+    return static_cast<uint32_t>(mix(mixed, word));
   }
   for (size_t at = 0; at + sizeof(uint64_t) <= key_bytes_; at += sizeof(uint64_t))
-    mix(word_at(key + at));
-  if (key_bytes_ % sizeof(uint64_t) != 0) mix(word_at(key + key_bytes_ - sizeof(uint64_t)));
+    mixed = mix(mixed, word_at(key + at));
+  if (key_bytes_ % sizeof(uint64_t) != 0)
+    mixed = mix(mixed, word_at(key + key_bytes_ - sizeof(uint64_t)));
   return static_cast<uint32_t>(mixed);
 }
 

@@ -55,6 +55,12 @@ inline bool in_cache(State state) {
 using Row = uint32_t;
 inline constexpr Row kNoRow = UINT32_MAX;
 
+// Return a hash extended by one word.
+inline uint64_t mix(uint64_t hash, uint64_t word) {
+  hash = (hash ^ word) * 0x9e3779b97f4a7c15;
+  return hash ^ hash >> 32;
+}
+
 inline void prefetch(const void* address) { __builtin_prefetch(address); }
 
 // The fields of an entry. The key follows; a key of up to 36 bytes is in the same cache line.

@@ -59,8 +59,6 @@ uint32_t largest(const std::vector<uint32_t>& set_sizes) {
 
 }  // namespace
 
-Target::Target(Slot count, uint32_t set_size) : slots(count, set_size) {}
-
 Tiers::Tiers(Options options)
     : index(
           [&options] {
@@ -229,17 +227,12 @@ uint64_t Tiers::mixed(std::span<const Row> rows, std::span<const ForeignRow> for
                       uint8_t sources) const {
   if (mutant("remembered_answer_survives_an_eviction")) return 1;
   uint64_t mixed = 1;
-  const auto mix = [&mixed](uint64_t word) {
-    mixed = (mixed ^ word) * 0x9e3779b97f4a7c15;
-    mixed ^= mixed >> 32;
-  };
   for (size_t at = 0; at < rows.size(); ++at) {
     if (at + kAhead < rows.size() && rows[at + kAhead] != kNoRow) index.warm(rows[at + kAhead]);
     const bool is_foreign = rows[at] == kNoRow && sources & kFromPool && !foreign.empty() &&
                             foreign[at].place != kNoPlace;
     if (is_foreign) {
-      mix(static_cast<uint64_t>(foreign[at].place));
-      mix(foreign_loads_);
+      mixed = mix(mix(mixed, static_cast<uint64_t>(foreign[at].place)), foreign_loads_);
       continue;
     }
     if (rows[at] == kNoRow) return 0;
@@ -247,13 +240,13 @@ uint64_t Tiers::mixed(std::span<const Row> rows, std::span<const ForeignRow> for
     const Entry& entry = index[rows[at]];
     const Seen there = seen(entry.state);
     if (there == Seen::NOWHERE || source_of(rows[at], sources) == Source::NONE) return 0;
-    mix(entry.generation ^ uint64_t{entry.hash} << 32);
+    mixed = mix(mixed, entry.generation ^ uint64_t{entry.hash} << 32);
     uint64_t word = static_cast<uint64_t>(there);
     if (!mutant("remembered_answer_survives_a_load")) word |= uint64_t{entry.loads} << 8;
     if (mutant("remembered_answer_survives_a_move")) word &= ~uint64_t{0xff};
-    mix(word);
+    mixed = mix(mixed, word);
     if (there == Seen::POOL && !mutant("remembered_answer_survives_a_move"))
-      mix(static_cast<uint64_t>(entry.place));
+      mixed = mix(mixed, static_cast<uint64_t>(entry.place));
   }
   return mixed | 1;
 }
@@ -719,8 +712,6 @@ void Tiers::drain() {
     settle(row);
   }
 }
-
-Batch Tiers::take_writes() { return std::exchange(writes_, {}); }
 
 void Tiers::want(Slot slot) {
   cache[slot].wanted = 1;

@@ -197,7 +197,7 @@ struct Options {
 };
 
 struct Target {
-  Target(Slot count, uint32_t set_size);
+  Target(Slot count, uint32_t set_size) : slots(count, set_size) {}
 
   SlotRecord& operator[](Place place) { return slots[slot(place)]; }
   Slot slot(Place place) const {
@@ -276,7 +276,7 @@ class Tiers {
   void drop_fetch(size_t reason, Row row);
   // Plan the writes that the policy wants and the bound allows; `take_writes` returns them.
   void drain();
-  Batch take_writes();
+  Batch take_writes() { return std::exchange(writes_, {}); }
   void warm_slots(const char* key) const {
     if (const Row row = index.find(key); row != kNoRow) warm_slots(index[row]);
   }
