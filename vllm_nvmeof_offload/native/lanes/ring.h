@@ -60,8 +60,8 @@ class Uring final : public Ring {
  public:
   // share_with: the descriptor of a ring that is not enabled yet and whose registered memory this
   // ring shares, so that pages are pinned and charged only once; or -1 for none. Throws RingError.
-  Uring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool registered,
-        int share_with = -1);
+  Uring(unsigned depth, std::span<std::byte> memory, int slab_fd, size_t slot_bytes,
+        bool registered, int share_with = -1);
   ~Uring() override;
 
   int fd() const { return ring_.ring_fd; }
@@ -81,7 +81,7 @@ class Uring final : public Ring {
   int region_of(const std::byte* at, size_t bytes) const;
 
   io_uring ring_{};
-  Memory memory_;
+  const std::span<std::byte> memory_;
   int slab_fd_;          // the registered slab, if any
   size_t region_bytes_;  // the size of registered pieces, a multiple of the slot size; 0 if none
   bool files_registered_ = false;

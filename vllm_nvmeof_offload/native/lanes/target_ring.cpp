@@ -46,7 +46,6 @@ TargetRing::TargetRing(const EngineSetup& setup, size_t index,
       region_(setup.regions.at(index)),
       permit_(setup.permits.empty() ? Permit() : setup.permits.at(index)),
       completions_(std::move(completions)),
-      limits_(setup.limits),
       wake_fd_(make_eventfd(0)),
       log_(setup.logs.empty() ? LogStart{} : setup.logs.at(index),
            copy_of_fd(setup.targets[index].log_fd)),
@@ -84,9 +83,9 @@ std::shared_ptr<TargetRing> TargetRing::start(const EngineSetup& setup, size_t i
 void TargetRing::submit(const LaneOp& request) {
   auto op = std::make_unique<Op>();
   op->request = request;
-  op->offset = slot_of(request.place) * limits_.slot_bytes;
+  op->offset = slot_of(request.place) * setup_.limits.slot_bytes;
   op->bytes = kHeaderBytes + whole_pages(request.payload_bytes);
-  op->piece_bytes = bytes_per_piece(op->bytes, limits_.split_bytes);
+  op->piece_bytes = bytes_per_piece(op->bytes, setup_.limits.split_bytes);
   std::lock_guard lock(mutex_);
   op->target = target_;
   op->region = region_;
@@ -191,7 +190,7 @@ void TargetRing::start(Op& op, std::vector<Piece*>& pieces) {
 bool TargetRing::read_may_start() const {
   return !reads_.empty() &&
          (read_bytes_started_ == 0 ||
-          read_bytes_started_ + reads_.front()->bytes <= limits_.read_bytes_started_max);
+          read_bytes_started_ + reads_.front()->bytes <= setup_.limits.read_bytes_started_max);
 }
 
 // Stop counting a read that the device has completed, or may never complete.

@@ -87,7 +87,8 @@ struct EngineSetup {
   std::vector<LogStart> logs;                        // by target; empty if there are no logs
   std::vector<std::pair<uint32_t, uint8_t>> groups;  // id and kind of each group
   Limits limits;
-  Memory memory;
+  // All staging memory, registered so that the kernel need not pin its pages for each operation.
+  std::span<std::byte> memory;
   bool registered = true;
   size_t threads = 0;               // threads per target; 0 for io_uring
   size_t operations_max = 0;        // over all targets
@@ -195,7 +196,6 @@ class TargetRing {
   const Region region_;
   const Permit permit_;
   const std::shared_ptr<CompletionQueue> completions_;
-  const Limits limits_;
   const int wake_fd_;
   std::atomic<bool> waking_{false};
   std::atomic<size_t> held_{0};  // operations

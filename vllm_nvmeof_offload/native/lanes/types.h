@@ -104,12 +104,6 @@ class Permit {
   const uint64_t* word_;
 };
 
-// All staging memory, registered so that the kernel need not pin its pages for each operation.
-struct Memory {
-  std::byte* base = nullptr;
-  size_t bytes = 0;
-};
-
 // The on-disk format of a pool slot and of its table entry, as defined in `pool/format.py`.
 
 uint32_t crc32c(const void* data, size_t bytes);

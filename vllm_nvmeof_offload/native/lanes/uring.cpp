@@ -22,8 +22,8 @@ struct CloneBuffers {
 
 }  // namespace
 
-Uring::Uring(unsigned depth, Memory memory, int slab_fd, size_t slot_bytes, bool registered,
-             int share_with)
+Uring::Uring(unsigned depth, std::span<std::byte> memory, int slab_fd, size_t slot_bytes,
+             bool registered, int share_with)
     : memory_(memory), slab_fd_(slab_fd), region_bytes_(0) {
   unsigned entries = 16;
   // Room for reads, writes and the wake-up. Chunks with many pieces may make `next_sqe` submit.
@@ -69,8 +69,8 @@ void Uring::init(unsigned entries, bool disabled) {
 
 void Uring::register_memory(int share_with) {
   std::vector<iovec> regions;
-  for (size_t begin = 0; begin < memory_.bytes; begin += region_bytes_)
-    regions.push_back({memory_.base + begin, std::min(region_bytes_, memory_.bytes - begin)});
+  for (size_t begin = 0; begin < memory_.size(); begin += region_bytes_)
+    regions.push_back({&memory_[begin], std::min(region_bytes_, memory_.size() - begin)});
   if (share_with >= 0) {
     CloneBuffers clone{};
     clone.source_fd = static_cast<uint32_t>(share_with);
@@ -93,7 +93,7 @@ io_uring_sqe* Uring::next_sqe() {
 
 int Uring::region_of(const std::byte* at, size_t bytes) const {
   if (region_bytes_ == 0) return -1;
-  const auto begin = static_cast<size_t>(at - memory_.base);
+  const auto begin = static_cast<size_t>(at - memory_.data());
   const size_t region = begin / region_bytes_;
   return (begin + bytes - 1) / region_bytes_ == region ? static_cast<int>(region) : -1;
 }
