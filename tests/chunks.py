@@ -3,11 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.errors import OK, Outcome, outcome_of
+from vllm_nvmeof_offload.groups import Group, GroupKind
+from vllm_nvmeof_offload.native import CacheGeometry as NativeGeometry
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
     NOWHERE,
@@ -15,13 +21,16 @@ from vllm_nvmeof_offload.protocol import (
     RELEASED,
     AdoptedEntries,
     ChunkBatch,
+    LoadCommand,
     OpReport,
     SlotIdentity,
+    StoreCommand,
     owned_by,
     place_of,
     slot_of,
     target_of,
 )
+from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 
 #: Identity, cache slot, place; None: the row has none.
 Row = tuple[SlotIdentity, int | None, int | None]
@@ -76,6 +85,48 @@ def batch_of(*rows: Row, group: int = 0) -> ChunkBatch:
         np.array([NOWHERE if place is None else place for _, _, place in rows], np.int64),
         np.full(len(rows), group, np.uint8),
     )
+
+
+class Pieces(NamedTuple):
+    """rows: uint64[m, 3] of (KV cache address, offset in the payload, bytes). first: uint32[n + 1];
+    chunk i has the rows `first[i]` to `first[i + 1] - 1`."""
+
+    rows: np.ndarray
+    first: np.ndarray
+
+
+def pieces_of(group: ChunkGeometry, blocks: np.ndarray, first: int = 0, chunks: int = 1) -> Pieces:
+    """A load's pieces of consecutive chunks. first: position of the first block in its chunk."""
+    geometry = NativeGeometry([group.columns])
+    return Pieces(*geometry.pieces(False, blocks, [len(blocks)], [first], bytes(chunks)))
+
+
+def geometry_of(tensors: Sequence[CacheTensor], blocks_per_chunk: int = 1) -> CacheGeometry:
+    """A KV cache with one group, of full attention."""
+    group = Group(0, GroupKind.FULL, 16 * blocks_per_chunk, blocks_per_chunk)
+    return CacheGeometry([(group, tensors)])
+
+
+def begin(
+    pipeline: TransferPipeline,
+    geometry: CacheGeometry,
+    command: StoreCommand | LoadCommand,
+    blocks: Sequence[int],
+    fence: object = None,
+    *,
+    first: int = 0,
+) -> None:
+    """Begin a store or load of one group's chunks. first: the first block's place in its chunk."""
+    is_store, group = isinstance(command, StoreCommand), int(command.batch.groups[0])
+    groups = range(len(geometry.by_group))
+    sizes = [len(blocks) if group == one else 0 for one in groups]
+    firsts = [first if group == one else 0 for one in groups]
+    helpers: Mapping[int, int] = MappingProxyType({})
+    if isinstance(command, LoadCommand) and command.helpers is not None:
+        helpers = {command.op: command.helpers}
+    ids = np.array(blocks, np.int32)
+    transfers = [(command.op, is_store, command.batch, ids, sizes, firsts)]
+    pipeline.transfer(geometry, transfers, fence, helpers)
 
 
 def rows_of(report: OpReport, size: int = 1) -> list[Reported]:

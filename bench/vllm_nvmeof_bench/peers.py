@@ -196,7 +196,6 @@ class _Pair:
         """Measure a load; raise BenchError if a chunk failed or its bytes are wrong."""
         rig, count, clients = self.rig, self.settings.chunks, worker.clients
         rig.copy, rig.runner = worker.copy, worker.runner
-        pieces = [rig.pieces(chunk) for chunk in range(count)]
         cache = np.full(count, -1, np.int32)
         if arm == LANDING:
             landing = min(count // 2, rig.staging.cache_slots)
@@ -206,7 +205,7 @@ class _Pair:
         gc.collect()
         pulled = clients.counts.pulled_bytes if clients else 0
         cpu_s, helper_s, begin_s = time.process_time(), second.cpu_s(), time.perf_counter()
-        rig.runner.wait([rig.start(batch, pieces)])
+        rig.runner.wait([rig.start(batch, range(count))])
         seconds = time.perf_counter() - begin_s
         cpu_s, helper_s = time.process_time() - cpu_s, second.cpu_s() - helper_s
         rig.check()

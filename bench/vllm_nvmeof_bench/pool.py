@@ -68,8 +68,9 @@ from vllm_nvmeof_bench.reports.pool import ARMS, CASES, KINDS, Sample
 from vllm_nvmeof_bench.results import BenchError, dump, percentile, size_name
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option
 from vllm_nvmeof_offload.config import Tuning
-from vllm_nvmeof_offload.copy.base import Pieces
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.errors import OK, EngineError, Outcome
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp
 from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.native import core
@@ -79,11 +80,9 @@ from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
     NOWHERE,
     ChunkBatch,
-    LoadCommand,
     OpKind,
     OpReport,
     SlotIdentity,
-    StoreCommand,
     Urgency,
     WriteCommand,
     place_of,
@@ -537,8 +536,10 @@ class PipelineMover(EngineMover):
         self._tokens: dict[int, list[int]] = {}  # op → tokens by row
         self._gathered: dict[bool, list[tuple[int, int]]] = {False: [], True: []}  # by is_read
         blocks = range(len(ground.identities))
-        op = next(self._ops)
-        self._pipeline.store(StoreCommand(op, self._batch(blocks, pool=False)), _pieces(blocks), 0)
+        # Pages of no bytes: without a piece, a chunk would count as omitted by vLLM.
+        tensor = CacheTensor(address=0, stride_bytes=0, page_bytes=0, block_count=len(blocks))
+        self._geometry = CacheGeometry([(Group(0, GroupKind.FULL, 1), [tensor])])
+        self._transfer(next(self._ops), True, self._batch(blocks, pool=False))
         self._step()
         assert self._pipeline.idle()
 
@@ -583,9 +584,13 @@ class PipelineMover(EngineMover):
             op, batch = next(self._ops), self._batch(blocks)
             self._tokens[op] = list(tokens)
             if is_read:
-                self._pipeline.load(LoadCommand(op, batch), _pieces(blocks), 0)
+                self._transfer(op, False, batch)
             else:
                 self._pipeline.command(WriteCommand(op, batch))
+
+    def _transfer(self, op: int, is_store: bool, batch: ChunkBatch) -> None:
+        transfer = op, is_store, batch, batch.cache, [len(batch)], [0]
+        self._pipeline.transfer(self._geometry, [transfer], 0)
 
     def _step(self) -> list[int]:
         """Advance the pipeline; return the tokens of completed blocks."""
@@ -614,12 +619,6 @@ class PipelineMover(EngineMover):
             np.array([place_of(0, block) if pool else NOWHERE for block in blocks], np.int64),
             np.zeros(count, np.uint8),
         )
-
-
-def _pieces(blocks: Sequence[int]) -> Pieces:
-    """Return an empty piece per block: without a piece, a chunk would count as omitted by vLLM."""
-    count = len(blocks)
-    return Pieces(np.zeros((count, 3), np.uint64), np.arange(count + 1, dtype=np.uint32))
 
 
 class InstantCopy:

@@ -19,7 +19,7 @@ import itertools
 import select
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,10 @@ import numpy.typing as npt
 from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_offload import protocol
 from vllm_nvmeof_offload.config import TUNING
-from vllm_nvmeof_offload.copy.base import Descriptors, Pieces
-from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import outcome_of
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Waker
 from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.manager.handshake import CoreConfig
@@ -53,7 +53,6 @@ from vllm_nvmeof_offload.units import KIB, MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
 _STREAM_SLOTS_MAX = 64
-_NO_PIECES: Descriptors = np.empty((0, 3), np.uint64)
 _TABLE_ENTRY_BYTES = 64
 _KEY_BYTES = 36
 _STALL_S = 120.0
@@ -127,7 +126,9 @@ class Rig:
         self._ids = rng.permutation(count * per_chunk).astype(np.int32).reshape(count, per_chunk)
         block = settings.block_bytes
         tensor = CacheTensor(self._allocate(), block, block, count * per_chunk)
-        self._geometry = ChunkGeometry([tensor], per_chunk)
+        group = Group(0, GroupKind.FULL, per_chunk, per_chunk)
+        self._geometry = CacheGeometry([(group, [tensor])])
+        self._nothing = CacheGeometry([(group, [])])  # a load over it copies no bytes
         self.identities = [
             SlotIdentity(number.to_bytes(_KEY_BYTES, "little"), 1) for number in range(count)
         ]
@@ -207,9 +208,6 @@ class Rig:
         """Close the thread first, then the engines, the memory and the files."""
         self._stack.close()
 
-    def pieces(self, chunk: int) -> Descriptors:
-        return self._geometry.pieces(self._ids[chunk], 0)
-
     def batch(
         self, numbers: range, cache: npt.NDArray[np.int32], *, in_pool: bool = True
     ) -> ChunkBatch:
@@ -221,12 +219,18 @@ class Rig:
         groups = np.zeros(count, np.uint8)
         return ChunkBatch.of(keys, np.array(generations, np.uint64), cache, places, groups)
 
-    def start(self, batch: ChunkBatch, pieces: Sequence[Descriptors]) -> int:
-        """Submit a load; return its op."""
-        command = protocol.LoadCommand(self._begin(batch), batch)
-        fence = self.copy.record_fence()
-        self.runner.hand_over(lambda p: p.load(command, Pieces.of(pieces), fence), command.op)
-        return command.op
+    def start(self, batch: ChunkBatch, numbers: range, *, copies: bool = True) -> int:
+        """Submit a load of chunks `numbers`; return its op. copies: whether it copies bytes."""
+        return self._transfer(False, batch, numbers, self._geometry if copies else self._nothing)
+
+    def _transfer(
+        self, is_store: bool, batch: ChunkBatch, numbers: range, geometry: CacheGeometry
+    ) -> int:
+        op, fence = self._begin(batch), self.copy.record_fence()
+        ids = self._ids[numbers.start : numbers.stop].ravel()
+        transfers = [(op, is_store, batch, ids, [len(ids)], [0])]
+        self.runner.hand_over(lambda p: p.transfer(geometry, transfers, fence), op)
+        return op
 
     def fetch(self, batch: ChunkBatch) -> None:
         self._apply(protocol.FetchCommand(self._begin(batch), batch, Urgency.DEMAND))
@@ -266,13 +270,7 @@ class Rig:
             numbers = range(first, min(first + tier, len(self.identities)))
             cache = np.arange(len(numbers), dtype=np.int32)
             stored = self.batch(numbers, cache, in_pool=False)
-            store = protocol.StoreCommand(self._begin(stored), stored)
-            pieces = [self.pieces(number) for number in numbers]
-            fence = self.copy.record_fence()
-            self.runner.hand_over(
-                lambda p, s=store, parts=pieces, f=fence: p.store(s, Pieces.of(parts), f),  # type: ignore[misc]
-                store.op,
-            )
+            self._transfer(True, stored, numbers, self._geometry)
             written = self.batch(numbers, cache)
             self._apply(protocol.WriteCommand(self._begin(written), written))
             end_s = time.monotonic() + _STALL_S
@@ -342,16 +340,15 @@ def _prepare(rig: Rig, arm: str, count: int) -> Callable[[], None]:
     """Prepare what a model's step would provide; return the call to time."""
     if arm == "read":
         return lambda: rig.read_bare(count)
-    pieces = [rig.pieces(number) for number in range(count)]
     if arm == "two_phase":
-        return lambda: _two_phase(rig, count, pieces)
+        return lambda: _two_phase(rig, count)
     landing = int(CoreConfig().land_cache_share * rig.settings.cache_slots)
     slots = np.arange(count, dtype=np.int32)
     batch = rig.batch(range(count), np.where(slots < landing, slots, -1).astype(np.int32))
-    return lambda: rig.runner.wait([rig.start(batch, pieces)])
+    return lambda: rig.runner.wait([rig.start(batch, range(count))])
 
 
-def _two_phase(rig: Rig, count: int, pieces: list[Descriptors]) -> None:
+def _two_phase(rig: Rig, count: int) -> None:
     """Fetch chunks into the CPU tier, then load them from it, one full tier at a time."""
     tier = rig.settings.cache_slots
     for first in range(0, count, tier):
@@ -360,5 +357,5 @@ def _two_phase(rig: Rig, count: int, pieces: list[Descriptors]) -> None:
         rig.fetch(rig.batch(numbers, slots))
         chunks = rig.batch(numbers, slots, in_pool=False)
         # A load without bytes waits for the fetches and completes with the last one.
-        rig.runner.wait([rig.start(chunks, [_NO_PIECES] * len(chunks))])
-        rig.runner.wait([rig.start(chunks, [pieces[i] for i in numbers])])
+        rig.runner.wait([rig.start(chunks, numbers, copies=False)])
+        rig.runner.wait([rig.start(chunks, numbers)])

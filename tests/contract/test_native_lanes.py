@@ -21,10 +21,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.chunks import Reported, batch_of, place_in, rows_of
+from tests.chunks import Reported, batch_of, begin, geometry_of, place_in, rows_of
 from tests.process import wait_until
 from tests.unit.pool.kit import make_spec
-from vllm_nvmeof_offload.copy.base import Pieces
+from vllm_nvmeof_offload.copy.geometry import CacheTensor
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
@@ -96,6 +96,12 @@ class Rank:
         self.rig = ENGINES[files](path, targets=TARGETS, slots=POOL_SLOTS, threads=4)
         self.io = NoIoEngine() if engine == "null" else self.rig.engine
         self.pages = np.zeros((POOL_SLOTS, PAYLOAD_BYTES), np.uint8)
+        # Each page in two pieces that do not touch.
+        half, base = PAYLOAD_BYTES // 2, self.pages.ctypes.data
+        sizes = [(0, half), (half, PAYLOAD_BYTES - half)]
+        self.geometry = geometry_of(
+            [CacheTensor(base + at, PAYLOAD_BYTES, size, POOL_SLOTS) for at, size in sizes]
+        )
         self.waker = Waker()
         self.copy = HostCopyEngine(self.waker.wake)
         self.staging = StagingMap(
@@ -133,22 +139,13 @@ class Rank:
         self._sizes[op] = len(rows)
         return batch_of(*rows)
 
-    def _pieces(self, pages: Iterable[int]) -> Pieces:
-        """Each page in two pieces."""
-        half = PAYLOAD_BYTES // 2
-        rows = [
-            np.array([[at, 0, half], [at + half, half, PAYLOAD_BYTES - half]], np.uint64)
-            for at in (self.pages[page].ctypes.data for page in pages)
-        ]
-        return Pieces.of(rows)
-
     def store(self, *chunks: tuple[SlotIdentity, int]) -> int:
         """Store chunks to cache slots, from the page of the same number."""
         op = next(self._ops)
         for identity, slot in chunks:
             self.pages[slot] = np.frombuffer(content(identity), np.uint8)
         batch = self._batch(op, [(identity, slot, None) for identity, slot in chunks])
-        self.pipeline.store(StoreCommand(op, batch), self._pieces(s for _, s in chunks), None)
+        begin(self.pipeline, self.geometry, StoreCommand(op, batch), [slot for _, slot in chunks])
         return op
 
     def load(self, *chunks: Chunk, owner: int = OURS, pages: Sequence[int] = ()) -> int:
@@ -157,8 +154,8 @@ class Rank:
         """
         op = next(self._ops)
         self.pages[list(pages) or slice(None)] = 0
-        pieces = self._pieces(pages or range(len(chunks)))
-        self.pipeline.load(LoadCommand(op, self._batch(op, chunks, owner)), pieces, None)
+        command = LoadCommand(op, self._batch(op, chunks, owner))
+        begin(self.pipeline, self.geometry, command, pages or range(len(chunks)))
         return op
 
     def write(self, *chunks: Chunk) -> int:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from tests.chunks import batch_of, place_in
+from tests.chunks import batch_of, begin, geometry_of, place_in
 from tests.fabric.subject import KEYSPACE, PAYLOAD_BYTES, content
 from vllm_nvmeof_offload.config import Tuning
-from vllm_nvmeof_offload.copy.base import Pieces
+from vllm_nvmeof_offload.copy.geometry import CacheTensor
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Waker
 from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
@@ -155,9 +155,9 @@ class _Loading:
         self._pool = pool = _open_pool(directory, 0, CHUNKS)
         self._staging = Staging(pool.slot_bytes, 1, STREAM_SLOTS)
         self._pages = np.zeros((CHUNKS, PAYLOAD_BYTES // 8), np.uint64)  # the KV cache
-        self._pieces = Pieces.of(
-            [np.array([[page.ctypes.data, 0, PAYLOAD_BYTES]], np.uint64) for page in self._pages]
-        )
+        address = self._pages.ctypes.data
+        tensor = CacheTensor(address, PAYLOAD_BYTES, PAYLOAD_BYTES, CHUNKS)
+        self._geometry = geometry_of([tensor])
         engine = _open_engine(self._pool, self._staging)
         self._write(engine)
         self._alone = _run_pipeline(self._staging, Waker(), engine, engine.fileno(), limits)
@@ -205,7 +205,7 @@ class _Loading:
         batch = batch_of(*((_chunk(n), None, place_in(n)) for n in range(CHUNKS)))
         command = LoadCommand(self._op, batch)
         pulled, began_s = self._clients.counts.pulled_bytes, time.monotonic()
-        runner.hand_over(lambda pipeline: pipeline.load(command, self._pieces, None), self._op)
+        runner.hand_over(lambda p: begin(p, self._geometry, command, range(CHUNKS)), self._op)
         runner.wait([self._op])
         seconds = time.monotonic() - began_s
         (finished,), _, _ = runner.take()

@@ -21,13 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from tests.chunks import Reported, batch_of, identity_of, place_in, rows_of
+from tests.chunks import Reported, batch_of, begin, geometry_of, identity_of, place_in, rows_of
 from tests.fabric.modules import PYTHON
 from tests.fabric.report import LoadSpec, OpEnd
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.child import child_command
 from vllm_nvmeof_offload.config import Tuning
-from vllm_nvmeof_offload.copy.base import Pieces
+from vllm_nvmeof_offload.copy.geometry import CacheTensor
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
@@ -148,6 +148,8 @@ class _Load:
         )
         # In place of vLLM's KV cache: one page per chunk that is stored and one per load.
         self.pages = np.zeros((CACHE_SLOTS + LOADS_MAX, PAYLOAD_BYTES // 8), np.uint64)
+        address, count = self.pages.ctypes.data, len(self.pages)
+        self.geometry = geometry_of([CacheTensor(address, PAYLOAD_BYTES, PAYLOAD_BYTES, count)])
         self.free_cache = list(range(CACHE_SLOTS))
         self.free_pages = list(range(CACHE_SLOTS, CACHE_SLOTS + LOADS_MAX))
         # The manager's tiers choose the targets if the load only writes.
@@ -194,8 +196,7 @@ class _Load:
     def copy_in(self, op: int, identity: SlotIdentity, cache_slot: int) -> None:
         self.pages[cache_slot] = content(identity)
         command = StoreCommand(op, batch_of((identity, cache_slot, None)))
-        pieces = self.pieces(cache_slot)
-        self.runner.hand_over(lambda pipeline: pipeline.store(command, pieces, None), op)
+        self.begin(command, cache_slot)
 
     def write(self, stored: _Op) -> None:
         """Write a chunk that was stored to the pool slot that it was stored for."""
@@ -237,12 +238,10 @@ class _Load:
         op = self.open(_Op(OpKind.LOAD, time.monotonic(), identity, number, page=page))
         place = place_in(number, self.pool.target_count)
         command = LoadCommand(op, batch_of((identity, None, place)))
-        pieces = self.pieces(page)
-        self.runner.hand_over(lambda pipeline: pipeline.load(command, pieces, None), op)
+        self.begin(command, page)
 
-    def pieces(self, page: int) -> Pieces:
-        row = [self.pages[page].ctypes.data, 0, PAYLOAD_BYTES]
-        return Pieces.of([np.array([row], np.uint64)])
+    def begin(self, command: StoreCommand | LoadCommand, page: int) -> None:
+        self.runner.hand_over(lambda p: begin(p, self.geometry, command, [page]), command.op)
 
     # -- reports ----------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tests.chunks import pieces_of
 from tests.gpu.device import Device
 from tests.unit.copies.rig import Signals
 from vllm_nvmeof_offload.copy.base import Backend, CopyEngine, Direction, Payloads
@@ -120,7 +121,7 @@ class Rig:
         """The pieces of chunks of (blocks, slot)."""
         parts = []
         for blocks, slot in chunks:
-            pieces = self.geometry.pieces(np.array(blocks, np.int32), 0)
+            pieces = pieces_of(self.geometry, np.array(blocks, np.int32)).rows
             pieces[:, 1] += np.uint64(self.staging[slot].ctypes.data + HEADER_BYTES)
             parts.append(pieces)
         return np.concatenate(parts)

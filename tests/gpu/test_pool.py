@@ -5,7 +5,7 @@ the thread of the pipeline, which sleeps until the engine's wake-up."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +14,15 @@ import pytest
 pytest.importorskip("crc32c", reason="the pool needs it")
 pytest.importorskip("pydantic", reason="the configuration needs it")
 
-from tests.chunks import batch_of, place_in
+from tests.chunks import batch_of, begin, geometry_of, place_in
 from tests.gpu.device import Device
 from tests.gpu.rig import Rig
 from vllm_nvmeof_offload.config import TUNING
 from vllm_nvmeof_offload.copy import calibration as gpu
-from vllm_nvmeof_offload.copy.base import Backend, Descriptors, Pieces
+from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.copy.calibration import KvDevice
 from vllm_nvmeof_offload.copy.cuda import KernelCopier
-from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
@@ -52,7 +52,7 @@ class _Pipeline:
         self.blocks = CHUNKS * PER_CHUNK
         self.cache = device.allocate(self.blocks * PAGE_BYTES)
         tensor = CacheTensor(self.cache.address, PAGE_BYTES, PAGE_BYTES, self.blocks)
-        self.geometry = ChunkGeometry([tensor], PER_CHUNK)
+        self.geometry = geometry_of([tensor], PER_CHUNK)
         slot = slot_stride_bytes(self.geometry.payload_bytes)
         self.pool = Pool.open(
             PoolSpec((directory,), 2 * CHUNKS * (slot + 64), self.geometry.payload_bytes,
@@ -74,6 +74,9 @@ class _Pipeline:
     def op(self) -> int:
         self._ops += 1
         return self._ops
+
+    def begin(self, command: StoreCommand | LoadCommand, blocks: Sequence[int]) -> None:
+        begin(self.pipeline, self.geometry, command, blocks, self.copy.record_fence())
 
     def run(self) -> None:
         """Step until no job is under way; check that every job succeeded."""
@@ -111,23 +114,18 @@ def test_hundreds_of_round_trips_through_the_pool(
     for number in range(ROUNDS):
         original = rng.integers(0, 256, rank.blocks * PAGE_BYTES, np.uint8)
         rank.cache.write(original)
-        blocks = rng.permutation(rank.blocks).astype(np.int32).reshape(CHUNKS, PER_CHUNK)
-        pieces = [rank.geometry.pieces(part, 0) for part in blocks]
+        blocks = rng.permutation(rank.blocks)
         names = [SlotIdentity(bytes([i]) * 36, number + 1) for i in range(CHUNKS)]
         slots = rng.permutation(CHUNKS).tolist()
         places = [place_in(at) for at in range(CHUNKS)]
         stored = batch_of(*((name, slots[at], None) for at, name in enumerate(names)))
-        rank.pipeline.store(
-            StoreCommand(rank.op(), stored), Pieces.of(pieces), rank.copy.record_fence()
-        )
+        rank.begin(StoreCommand(rank.op(), stored), blocks)
         written = batch_of(*((name, slots[at], places[at]) for at, name in enumerate(names)))
         rank.pipeline.command(WriteCommand(rank.op(), written))
         rank.run()
         rank.cache.write(np.full_like(original, 0xA5))
         loaded = batch_of(*((name, None, places[at]) for at, name in enumerate(names)))
-        rank.pipeline.load(
-            LoadCommand(rank.op(), loaded), Pieces.of(pieces), rank.copy.record_fence()
-        )
+        rank.begin(LoadCommand(rank.op(), loaded), blocks)
         rank.run()
         assert (rank.cache.read() == original).all(), f"round {number}"
     rank.close()
@@ -151,19 +149,20 @@ def test_the_thread_is_woken_by_every_copy(device: Device, backend: Backend) -> 
     config = TransferLimits(group_bytes=(rig.geometry.payload_bytes,))
     pipeline = TransferPipeline(rig.map, rig.engine, io, config)
     runner = PipelineRunner(pipeline, waker, io.fileno())
+    geometry = geometry_of(rig.tensors, rig.per_chunk)
     started_s, op = time.monotonic(), 0
     count = rig.slots // 2
     for number in range(WAKE_UPS):
         original = rng.integers(0, 256, rig.cache.read().size, np.uint8)
         rig.cache.write(original)
         chunks = rng.permutation(rig.blocks)[: count * rig.per_chunk].astype(np.int32)
-        pieces = [rig.geometry.pieces(part, 0) for part in np.split(chunks, count)]
         names = [SlotIdentity(bytes([i]) * 36, number + 1) for i in range(count)]
         batch = batch_of(*((name, slot, None) for slot, name in enumerate(names)))
         expected = original.copy()
         for command in (StoreCommand(op + 1, batch), LoadCommand(op + 2, batch)):
             op = command.op
-            runner.hand_over(_start(command, pieces, rig.engine.record_fence()), op)
+            fence = rig.engine.record_fence()
+            runner.hand_over(_start(geometry, command, chunks, fence), op)
             _finish(device, runner, op)
             if isinstance(command, StoreCommand):
                 poisoned = np.full_like(original, 0xA5)
@@ -178,15 +177,12 @@ def test_the_thread_is_woken_by_every_copy(device: Device, backend: Backend) -> 
 
 
 def _start(
-    command: StoreCommand | LoadCommand, pieces: list[Descriptors], fence: object
+    geometry: CacheGeometry,
+    command: StoreCommand | LoadCommand,
+    blocks: Sequence[int],
+    fence: object,
 ) -> Callable[[TransferPipeline], None]:
-    def call(pipeline: TransferPipeline) -> None:
-        if isinstance(command, StoreCommand):
-            pipeline.store(command, Pieces.of(pieces), fence)
-        else:
-            pipeline.load(command, Pieces.of(pieces), fence)
-
-    return call
+    return lambda pipeline: begin(pipeline, geometry, command, blocks, fence)
 
 
 def _finish(device: Device, runner: PipelineRunner, op: int) -> None:

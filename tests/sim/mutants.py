@@ -13,8 +13,8 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.copy.base import Pieces
-from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, JobBlocks
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction
+from vllm_nvmeof_offload.copy.geometry import CacheTensor
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.groups import Group
 from vllm_nvmeof_offload.manager import core, handshake, hold_and_prefetch
@@ -45,7 +45,7 @@ from vllm_nvmeof_offload.worker import pipeline
 from vllm_nvmeof_offload.worker.pipeline import TransferPipeline
 from vllm_nvmeof_offload.worker.regions import Regions
 
-from . import follower, rank, scheduler, world
+from . import copying, follower, rank, scheduler, world
 from .base import Knobs
 from .queue import LookUp
 from .rank import Metadata, Output, SimRank
@@ -298,29 +298,35 @@ native(
 )
 
 
+def _without_fences(is_store: bool) -> list[Patch]:
+    real = TransferPipeline.transfer
+
+    def transfer(self: Any, geometry: Any, transfers: Any, fence: object, *more: Any) -> None:
+        real(self, geometry, transfers, 0.0 if transfers[0][1] is is_store else fence, *more)
+
+    return [(TransferPipeline, "transfer", transfer)]
+
+
 @mutant
 def stores_ignore_the_fence() -> list[Patch]:
-    real = TransferPipeline.store
-    store = lambda self, command, pieces, fence: real(self, command, pieces, 0.0)  # noqa: E731
-    return [(TransferPipeline, "store", store)]
+    return _without_fences(is_store=True)
 
 
 @mutant
 def loads_ignore_the_fence() -> list[Patch]:
-    real = TransferPipeline.load
-    load = lambda self, command, pieces, fence: real(self, command, pieces, 0.0)  # noqa: E731
-    return [(TransferPipeline, "load", load)]
+    return _without_fences(is_store=False)
 
 
 @mutant
 def chunks_share_a_younger_fence() -> list[Patch]:
-    real = TransferPipeline.load
+    real = TransferPipeline.transfer
 
-    def load(self: Any, command: Any, pieces: Any, fence: object) -> None:
-        real(self, command, pieces, fence)
-        self._open = dict.fromkeys(self._open, fence)
+    def transfer(self: Any, geometry: Any, transfers: Any, fence: object, *more: Any) -> None:
+        real(self, geometry, transfers, fence, *more)
+        if not transfers[0][1]:
+            self._open = dict.fromkeys(self._open, fence)
 
-    return [(TransferPipeline, "load", load)]
+    return [(TransferPipeline, "transfer", transfer)]
 
 
 # -- rule 4: GPU blocks and waits ---------------------------------------------------------
@@ -668,14 +674,13 @@ def padding_is_copied() -> list[Patch]:
 
 @mutant
 def neighbours_bytes_are_copied() -> list[Patch]:
-    real = CacheGeometry.loaded
+    real = copying.SimCopy.submit
 
-    def pieces(self: Any, blocks: JobBlocks) -> Pieces:
-        found = real(self, blocks)
-        found.rows[:, 2] *= 2
-        return found
+    def submit(self: Any, direction: Direction, pieces: Descriptors, *more: Any) -> int:
+        wider = np.array([1, 1, 2 if direction is Direction.LOAD else 1], np.uint64)
+        return real(self, direction, pieces * wider, *more)
 
-    return [(CacheGeometry, "loaded", pieces)]
+    return [(copying.SimCopy, "submit", submit)]
 
 
 @mutant

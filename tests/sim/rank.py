@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
-from vllm_nvmeof_offload.copy.base import Pieces
-from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, JobBlocks
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
@@ -28,7 +27,12 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.worker.peer_reads import Peers
-from vllm_nvmeof_offload.worker.pipeline import FinishedJob, TransferLimits, TransferPipeline
+from vllm_nvmeof_offload.worker.pipeline import (
+    FinishedJob,
+    Transfer,
+    TransferLimits,
+    TransferPipeline,
+)
 
 from .base import BLOCK_BYTES, GPU_BASE, Clock, Knobs, Memory, Tag, Trace, Violation
 from .copying import SimCopy, SimLanding
@@ -314,28 +318,24 @@ class SimRank:
         fence = self.copy.record_fence()
         self.copy.expect(set(job.all_blocks), fence)
         self._open.add(op)
-        command, blocks = job.command, self._blocks(job)
+        command, sizes = job.command, [len(blocks) for blocks in job.blocks]
+        blocks = np.array(job.all_blocks, np.int32), sizes, job.firsts
+        transfer = op, isinstance(command, StoreCommand), command.batch, *blocks
         if isinstance(command, StoreCommand):
             self._stores[op] = command
-            stored = self.geometry.stored(blocks)
-            self._hand_over(lambda: self.pipeline.store(command, stored, fence))
+            self._hand_over(lambda: self.pipeline.transfer(self.geometry, [transfer], fence))
         else:
             for pages, ids in zip(self._pages, job.blocks, strict=False):
                 for block in ids:
                     self.memory.pages_of[block] = pages
             if self.peers is not None:
                 command = command._replace(helpers=self.peers.begun(command.batch))
-            loaded = self.geometry.loaded(blocks)
-            self._hand_over(lambda: self._load(command, loaded, fence))
+            helpers = {} if command.helpers is None else {op: command.helpers}
+            self._hand_over(lambda: self._load(transfer, fence, helpers))
 
-    def _load(self, command: LoadCommand, loaded: Pieces, fence: object) -> None:
-        self.io.begins(command.batch)
-        self.pipeline.load(command, loaded, fence)
-
-    def _blocks(self, job: TransferJob) -> JobBlocks:
-        sizes = [len(blocks) for blocks in job.blocks]
-        groups = job.command.batch.groups.tobytes()
-        return JobBlocks(np.array(job.all_blocks, np.int32), sizes, job.firsts, groups)
+    def _load(self, transfer: Transfer, fence: object, helpers: Mapping[int, int]) -> None:
+        self.io.begins(transfer[2])
+        self.pipeline.transfer(self.geometry, [transfer], fence, helpers)
 
     def _hand_over(self, call: Callable[[], None]) -> None:
         self._inbox.append(call)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -16,39 +16,6 @@ from vllm_nvmeof_offload.errors import Outcome
 
 #: The columns of n pieces, uint64[n, 3]: KV cache address, staging address, bytes.
 Descriptors = npt.NDArray[np.uint64]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Pieces:
-    """The pieces of a batch of chunks.
-
-    `rows` is uint64[m, 3]: (KV cache address, offset in the slot's payload, bytes). `first` is
-    uint32[n + 1]; chunk i has the rows `first[i]` to `first[i + 1] - 1`.
-    """
-
-    rows: Descriptors
-    first: npt.NDArray[np.uint32]
-
-    @staticmethod
-    def of(chunks: Sequence[Descriptors]) -> Pieces:
-        first = np.zeros(len(chunks) + 1, np.uint32)
-        np.cumsum([len(rows) for rows in chunks], out=first[1:])
-        return Pieces(np.concatenate(chunks), first)
-
-    @staticmethod
-    def together(batches: Sequence[Pieces]) -> Pieces:
-        """Join batches into one, keeping the order of their chunks."""
-        if len(batches) == 1:
-            return batches[0]
-        rows = [np.empty((0, 3), np.uint64), *(one.rows for one in batches)]
-        counts = [np.zeros(1, np.uint32), *(np.diff(one.first) for one in batches)]
-        return Pieces(np.concatenate(rows), np.cumsum(np.concatenate(counts), dtype=np.uint32))
-
-    def at(self, payloads: Sequence[int]) -> Descriptors:
-        """Return the rows with staging addresses, given the address of each chunk's payload."""
-        rows = self.rows.copy()
-        rows[:, 1] += np.repeat(np.array(payloads, np.uint64), np.diff(self.first))
-        return rows
 
 
 class Direction(enum.Enum):

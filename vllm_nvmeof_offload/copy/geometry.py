@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from vllm_nvmeof_offload.copy.base import Descriptors, Pieces
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.native import CacheGeometry as NativeGeometry
 
@@ -45,72 +44,36 @@ def joined(tensors: Sequence[CacheTensor]) -> list[CacheTensor]:
 
 
 class ChunkGeometry:
-    """Builds the descriptors of one group's chunks: `blocks_per_chunk` blocks each, over `tensors`.
-    A pipeline stage with no layer of the group has no tensors, and its chunks have no pieces."""
+    """The geometry of one group's chunks, each of `blocks_per_chunk` blocks over `tensors`. A
+    pipeline stage with no layer of the group has no tensors, and its chunks have no pieces."""
 
     def __init__(self, tensors: Sequence[CacheTensor], blocks_per_chunk: int) -> None:
         self.blocks_per_chunk = blocks_per_chunk
         self.block_bytes = sum(t.page_bytes for t in tensors)
         self.payload_bytes = self.block_bytes * blocks_per_chunk
-        self._address = np.array([t.address for t in tensors], np.uint64)
+        #: The tensors' addresses. No descriptor may cross one.
+        self.starts = np.array([t.address for t in tensors], np.uint64)
+        #: The group as the native `CacheGeometry` takes it.
         self.columns = (
             [(t.address, t.stride_bytes, t.page_bytes, t.block_count) for t in tensors],
             blocks_per_chunk,
         )
-        self._native = NativeGeometry([self.columns])
-
-    @property
-    def starts(self) -> npt.NDArray[np.uint64]:
-        """Return the tensors' addresses. No descriptor may cross one."""
-        return self._address
-
-    def pieces(self, block_ids: npt.NDArray[np.int32], first_position: int) -> Descriptors:
-        """Return the pieces of consecutive blocks of a chunk, from its block `first_position` on.
-
-        `block_ids` is int32[n], n ≤ blocks_per_chunk - first_position. Returns uint64[n × tensors,
-        3]: (KV cache address, offset in the payload, bytes).
-        """
-        return self.pieces_by_chunk(block_ids, first_position, 1).rows
-
-    def pieces_by_chunk(
-        self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
-    ) -> Pieces:
-        """Return the pieces of consecutive chunks' blocks. The arguments are those of `split`."""
-        groups = bytes(chunk_count)  # all in the only group
-        sizes, firsts = [len(block_ids)], [first_position]
-        return Pieces(*self._native.pieces(False, block_ids, sizes, firsts, groups))
 
     def split(
-        self, block_ids: npt.NDArray[np.int32], first_position: int, chunk_count: int
+        self, block_ids: npt.NDArray[np.int32], first: int, chunk_count: int
     ) -> list[npt.NDArray[np.int32]]:
         """Split the blocks of consecutive chunks into one array per chunk.
 
-        `first_position` is the first block's position in its chunk. The first and last arrays can
-        lack blocks of their chunks.
+        `first` is the first block's index in its request. The first and last arrays can lack blocks
+        of their chunks.
         """
-        cuts = np.arange(
-            self.blocks_per_chunk - first_position, len(block_ids), self.blocks_per_chunk
-        )
+        per_chunk = self.blocks_per_chunk
+        cuts = np.arange(per_chunk - first % per_chunk, len(block_ids), per_chunk)
         parts = np.split(block_ids, cuts)
         assert len(parts) == chunk_count, (
             f"{len(block_ids)} blocks do not match {chunk_count} chunks"
         )
         return parts
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class JobBlocks:
-    """The GPU blocks of a store or load, group by group.
-
-    `ids` (int32[m]) lists the blocks of all groups. `sizes` is the number of blocks per group, and
-    `firsts` is the index of each group's first block in its request. `groups` (uint8[n]) is the
-    group of each chunk.
-    """
-
-    ids: npt.NDArray[np.int32]
-    sizes: Sequence[int]
-    firsts: Sequence[int]
-    groups: bytes
 
 
 class CacheGeometry:
@@ -140,23 +103,6 @@ class CacheGeometry:
     def starts(self) -> npt.NDArray[np.uint64]:
         """Return all tensors' addresses, sorted. No descriptor may cross one."""
         return np.unique(np.concatenate([one.starts for one in self.by_group]))
-
-    def stored(self, blocks: JobBlocks) -> Pieces:
-        """Return the pieces for a store. An incomplete chunk has no pieces."""
-        return self._pieces(blocks, is_store=True)
-
-    def loaded(self, blocks: JobBlocks) -> Pieces:
-        """Return the pieces for a load. A group's first and last chunks can lack blocks."""
-        return self._pieces(blocks, is_store=False)
-
-    def split(self, blocks: JobBlocks) -> list[npt.NDArray[np.int32]]:
-        """Return each chunk's blocks, for a job with one group."""
-        (group,), (first,) = self.by_group, blocks.firsts
-        return group.split(blocks.ids, first % group.blocks_per_chunk, len(blocks.groups))
-
-    def _pieces(self, blocks: JobBlocks, *, is_store: bool) -> Pieces:
-        columns = blocks.ids, blocks.sizes, blocks.firsts, blocks.groups
-        return Pieces(*self.native.pieces(is_store, *columns))
 
 
 def _blocks_per_chunk(group: Group) -> int:

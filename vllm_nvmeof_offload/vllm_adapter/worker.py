@@ -26,7 +26,6 @@ from vllm.v1.kv_offload.base import (
     TransferResult,
 )
 
-from vllm_nvmeof_offload.copy.geometry import JobBlocks
 from vllm_nvmeof_offload.errors import OutcomeKind
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import Command, LoadCommand, Report, ResetCommand, StoreCommand
@@ -237,8 +236,8 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self, command: LoadCommand, blocks: BlockColumns, rows: list[int], request: str | None
     ) -> None:
         if self._reports_blocks:
-            groups = command.batch.groups.tobytes()
-            by_chunk = self._geometry.split(JobBlocks(*blocks, groups))
+            (group,), (first,) = self._geometry.by_group, blocks.firsts
+            by_chunk = group.split(blocks.ids, first, len(command.batch))
             failed = self._invalid_blocks.setdefault(request, set())
             for row in rows:
                 failed.update(by_chunk[row].tolist())

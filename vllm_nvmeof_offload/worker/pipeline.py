@@ -29,7 +29,7 @@ from crc32c import crc32c
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.config import TUNING
-from vllm_nvmeof_offload.copy.base import CopyEngine, Direction, Payloads, Pieces
+from vllm_nvmeof_offload.copy.base import CopyEngine, Direction, Payloads
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.errors import ERRORS, EngineError, Outcome, code_of, outcome_of
 from vllm_nvmeof_offload.io.base import IoEngine, Waker, end_of, reset_op
@@ -45,7 +45,6 @@ from vllm_nvmeof_offload.protocol import (
     DetachCommand,
     FetchCommand,
     LevelReport,
-    LoadCommand,
     OpKind,
     OpReport,
     OpReports,
@@ -53,7 +52,6 @@ from vllm_nvmeof_offload.protocol import (
     Report,
     ResetCommand,
     SessionsCommand,
-    StoreCommand,
     Urgency,
     VerdictReport,
     WriteCommand,
@@ -64,7 +62,9 @@ from vllm_nvmeof_offload.units import HEADER_BYTES, MIB
 from vllm_nvmeof_offload.worker.peer_reads import Peering, PeerLinks, Peers, Serve, Serving
 from vllm_nvmeof_offload.worker.regions import RegionOpener, Regions
 
-#: A store or load: op, whether it is a store, batch, and the columns of `copy.geometry.JobBlocks`.
+#: A store or load: op, whether it is a store, batch, and the GPU blocks of all groups (int32[m]),
+#: group by group. The last two are the number of blocks per group, and the index of each group's
+#: first block in its request.
 Transfer: TypeAlias = tuple[
     int, bool, ChunkBatch, npt.NDArray[np.int32], Sequence[int], Sequence[int]
 ]
@@ -191,16 +191,6 @@ class TransferPipeline:
 
     # -- commands ---------------------------------------------------------------------
 
-    def store(self, command: StoreCommand, pieces: Pieces, fence: object) -> None:
-        """Begin to copy `pieces` from the KV cache to cache slots, after `fence`."""
-        self._begin_copied(OpKind.STORE, command, pieces, fence)
-
-    def load(self, command: LoadCommand, pieces: Pieces, fence: object) -> None:
-        """Begin to copy `pieces` from cache slots or the pool to the KV cache, after `fence`."""
-        self._begin_copied(OpKind.LOAD, command, pieces, fence)
-        if command.helpers is not None:
-            self._machine.let_help(command.op, command.helpers)
-
     def transfer(
         self,
         geometry: CacheGeometry,
@@ -252,15 +242,6 @@ class TransferPipeline:
     ) -> None:
         self._machine.set_time(self._clock())
         self._machine.begin(op, _KINDS.index(kind), int(urgency), batch, clients=clients)
-
-    def _begin_copied(
-        self, kind: OpKind, command: StoreCommand | LoadCommand, pieces: Pieces, fence: object
-    ) -> None:
-        op, batch = command[:2]
-        number = self._number_of(fence)
-        self._machine.set_time(self._clock())
-        moved = pieces.rows, pieces.first, number
-        self._machine.begin(op, _KINDS.index(kind), int(Urgency.DEMAND), batch, *moved)
 
     def _number_of(self, fence: object) -> int:
         """Return the number of `fence`, or 0 for None. The model's thread records fences in order,

@@ -28,6 +28,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.geometry import CacheTensor, ChunkGeometry
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
+from vllm_nvmeof_offload.native import CacheGeometry
 
 _WAIT_S = 60.0
 
@@ -39,6 +40,7 @@ class HostCopyWorker(OffloadingWorker):
         self, groups: Sequence[ChunkGeometry], region: Any, chunk_stride_bytes: int
     ) -> None:
         self._groups = groups
+        self._geometry = CacheGeometry([one.columns for one in groups])
         self._region = region
         self._base = int(region.base_tensor.data_ptr())
         self._stride = chunk_stride_bytes
@@ -85,19 +87,17 @@ class HostCopyWorker(OffloadingWorker):
 
     def _pieces(self, gpu: GPULoadStoreSpec, chunks: Any) -> Descriptors:
         """Return a job's descriptors; blocks and chunks are in group order."""
-        found: list[Descriptors] = []
-        block = chunk = 0
-        for one, count, index in zip(self._groups, gpu.group_sizes, gpu.block_indices, strict=True):
-            first = int(index) % one.blocks_per_chunk
-            number = -(-(first + count) // one.blocks_per_chunk) if count else 0
-            if count:
-                blocks = gpu.block_ids[block : block + count]
-                pieces = one.pieces_by_chunk(blocks, first, number)
-                mine = chunks[chunk : chunk + number].tolist()
-                found.append(pieces.at([self._base + at * self._stride for at in mine]))
-            block, chunk = block + count, chunk + number
-        assert (block, chunk) == (len(gpu.block_ids), len(chunks)), "blocks or chunks are left"
-        return np.concatenate(found)
+        groups = b""
+        columns = zip(self._groups, gpu.group_sizes, gpu.block_indices, strict=True)
+        for number, (one, count, index) in enumerate(columns):
+            last = int(index) % one.blocks_per_chunk + count - 1
+            groups += bytes([number]) * (1 + last // one.blocks_per_chunk if count else 0)
+        assert len(groups) == len(chunks), "the blocks and the chunks differ in number"
+        blocks = gpu.block_ids, gpu.group_sizes, gpu.block_indices
+        pieces, first = self._geometry.pieces(False, *blocks, groups)
+        addresses = self._base + np.asarray(chunks, np.uint64) * np.uint64(self._stride)
+        pieces[:, 1] += np.repeat(addresses, np.diff(first))
+        return pieces
 
     def _collect(self) -> None:
         for ticket, _ in self._copy.poll():

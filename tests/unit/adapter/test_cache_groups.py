@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.chunks import pieces_of
 from vllm_nvmeof_offload.chunk_size import blocks_that_fit
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import Group, GroupKind
@@ -185,7 +186,7 @@ def test_a_groups_pieces_are_exactly_the_bytes_of_its_pages(
     for number, group in enumerate(geometry.by_group):
         blocks = np.array(order[:count], np.int32)
         chunks = -(-count // group.blocks_per_chunk)
-        pieces = group.pieces_by_chunk(blocks, 0, chunks)
+        pieces = pieces_of(group, blocks, 0, chunks)
         touched = [
             address
             for start, _, size in pieces.rows.tolist()
@@ -226,7 +227,7 @@ def test_packed_layers_of_a_block_are_one_piece() -> None:
     assert geometry.group_bytes == (3 * page, page // 2)
     for group, size in zip(geometry.by_group, geometry.group_bytes, strict=True):
         start = cache.bytes.data_ptr() + 4 * 3 * page
-        assert group.pieces(np.array([4], np.int32), 0).tolist() == [[start, 0, size]]
+        assert pieces_of(group, np.array([4], np.int32)).rows.tolist() == [[start, 0, size]]
 
 
 def test_groups_by_kind_and_reach() -> None:

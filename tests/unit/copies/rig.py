@@ -9,6 +9,7 @@ import select
 
 import numpy as np
 
+from tests.chunks import pieces_of
 from tests.unit.copies.fake_cuda import MODEL_STREAM, FakeCuda
 from vllm_nvmeof_offload.copy.base import Backend, Direction
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier, KernelCopier
@@ -95,7 +96,7 @@ class Rig:
         """Blocks 2i and 2i + 1 of the list belong to slot i of the list."""
         parts = []
         for at, slot in enumerate(slots):
-            chunk = self.geometry.pieces(np.array(blocks[2 * at : 2 * at + 2], np.int32), 0)
+            chunk = pieces_of(self.geometry, np.array(blocks[2 * at : 2 * at + 2], np.int32)).rows
             chunk[:, 1] += np.uint64(self.staging[slot].ctypes.data)
             parts.append(chunk)
         return np.concatenate(parts)

@@ -18,6 +18,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from tests.chunks import pieces_of
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload import staging as staging_module
 from vllm_nvmeof_offload.copy import driver
@@ -156,7 +157,7 @@ def test_copies_of_a_gpu_run_between_its_tensors_and_staging(
     engine, _ = KvDevice(cuda).copy_engine("dma", staging.map, geometry.starts, Waker())
     assert KvDevice(cuda).engine_name("dma") == "dma on stub"
     # The last block of one tensor is adjacent to the first of the next: never one piece.
-    pieces = geometry.pieces(np.array([63, 0], np.int32), 0)
+    pieces = pieces_of(geometry, np.array([63, 0], np.int32)).rows
     pieces[:, 1] += np.uint64(staging.map.cache_address(0))
     fence = engine.record_fence()
     cuda.drain()

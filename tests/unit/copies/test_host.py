@@ -16,15 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from vllm_nvmeof_bench.servers.faults import lanes_of
 
+from tests.chunks import Pieces, begin, geometry_of, pieces_of
 from vllm_nvmeof_offload.config import Tuning
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
-from vllm_nvmeof_offload.copy.geometry import (
-    CacheGeometry,
-    CacheTensor,
-    ChunkGeometry,
-    JobBlocks,
-    joined,
-)
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, ChunkGeometry, joined
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import OK, EngineError
 from vllm_nvmeof_offload.groups import Group, GroupKind
@@ -90,14 +85,14 @@ def test_a_chunk_comes_back_into_other_blocks(
     waker = Waker()
     engine = HostCopyEngine(on_done=waker.wake)
     try:
-        store = geometry.pieces(source, 0)
+        store = pieces_of(geometry, source).rows
         store[:, 1] += base
         _copy(engine, waker, Direction.STORE, store)
         expected = [a.reshape(BLOCKS, -1)[source[skip:], :page].copy() for a in arrays]
         for a in arrays:
             a.reshape(BLOCKS, -1)[target] = 0xEE
         untouched = [np.delete(a.reshape(BLOCKS, -1), target, axis=0).copy() for a in arrays]
-        load = geometry.pieces(target, skip)
+        load = pieces_of(geometry, target, skip).rows
         load[:, 1] += base
         _copy(engine, waker, Direction.LOAD, load)
     finally:
@@ -140,13 +135,13 @@ def test_many_chunks_in_one_call_equal_single_calls(
     geometry = ChunkGeometry(_tensors(layers, 24, 8)[1], blocks_per_chunk)
     blocks = np.array(order[:count], np.int32)
     chunks = -(-(skip + count) // blocks_per_chunk)
-    together = geometry.pieces_by_chunk(blocks, skip, chunks)
+    together = pieces_of(geometry, blocks, skip, chunks)
     parts = geometry.split(blocks, skip, chunks)
-    alone = [geometry.pieces(part, 0 if i else skip) for i, part in enumerate(parts)]
-    assert together.first.tolist() == Pieces.of(alone).first.tolist()
-    assert together.rows.tolist() == Pieces.of(alone).rows.tolist()
+    alone = [pieces_of(geometry, part, 0 if i else skip).rows for i, part in enumerate(parts)]
+    assert together.first.tolist() == [0, *np.cumsum([len(rows) for rows in alone])]
+    assert together.rows.tolist() == np.concatenate(alone).tolist()
     with pytest.raises(AssertionError, match=f"{count} blocks do not match {chunks + 1} chunks"):
-        geometry.pieces_by_chunk(blocks, skip, chunks + 1)
+        pieces_of(geometry, blocks, skip, chunks + 1)
 
 
 # -- several groups -----------------------------------------------------------------------
@@ -185,9 +180,18 @@ def _three_groups(per_chunk: int) -> CacheGeometry:
     )
 
 
-def _blocks(ids: list[int], sizes: list[int], firsts: list[int], chunks: list[int]) -> JobBlocks:
+def _pieces(
+    geometry: CacheGeometry,
+    ids: list[int],
+    sizes: list[int],
+    firsts: list[int],
+    chunks: list[int],
+    *,
+    is_store: bool = True,
+) -> Pieces:
     groups = b"".join(bytes([group]) * count for group, count in enumerate(chunks))
-    return JobBlocks(np.array(ids, np.int32), sizes, firsts, groups)
+    found = geometry.native.pieces(is_store, np.array(ids, np.int32), sizes, firsts, groups)
+    return Pieces(*found)
 
 
 def test_each_group_has_its_own_length_and_a_state_is_one_block() -> None:
@@ -195,7 +199,7 @@ def test_each_group_has_its_own_length_and_a_state_is_one_block() -> None:
     assert geometry.group_bytes == (256, 0, 24)
     assert geometry.payload_bytes == 256
     assert [one.payload_bytes for one in geometry.groups] == [256, 0, 24]
-    pieces = geometry.stored(_blocks([0, 1, 2, 3, 7, 8, 5], [4, 2, 1], [4, 0, 3], [1, 1, 1]))
+    pieces = _pieces(geometry, [0, 1, 2, 3, 7, 8, 5], [4, 2, 1], [4, 0, 3], [1, 1, 1])
     # The two blocks of the group without layers are half a chunk, but there is nothing to miss.
     assert pieces.first.tolist() == [0, 4, 4, 5]
     assert pieces.rows[-1].tolist() == [5 * 64, 0, 24]
@@ -203,14 +207,14 @@ def test_each_group_has_its_own_length_and_a_state_is_one_block() -> None:
 
 def test_a_load_may_begin_and_end_inside_a_chunk_of_each_group() -> None:
     geometry = _three_groups(4)
-    blocks = _blocks([1, 2, 3, 4, 5, 9], [5, 0, 1], [6, 0, 9], [2, 0, 1])
-    pieces = geometry.loaded(blocks)
+    blocks = [1, 2, 3, 4, 5, 9], [5, 0, 1], [6, 0, 9], [2, 0, 1]
+    pieces = _pieces(geometry, *blocks, is_store=False)
     assert pieces.first.tolist() == [0, 2, 5, 6]
     assert pieces.rows[:, 1].tolist() == [128, 192, 0, 64, 128, 0]
     with pytest.raises(AssertionError, match="5 blocks do not match 3 chunks"):
-        geometry.loaded(_blocks([1, 2, 3, 4, 5], [5, 0, 0], [6, 0, 0], [3, 0, 0]))
+        _pieces(geometry, [1, 2, 3, 4, 5], [5, 0, 0], [6, 0, 0], [3, 0, 0], is_store=False)
     with pytest.raises(AssertionError, match="1 blocks belong to a group without chunks"):
-        geometry.loaded(_blocks([1], [0, 0, 1], [0, 0, 0], [0, 0, 0]))
+        _pieces(geometry, [1], [0, 0, 1], [0, 0, 0], [0, 0, 0], is_store=False)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +233,7 @@ def test_a_chunk_without_all_of_its_blocks_has_no_pieces(
 ) -> None:
     geometry = CacheGeometry([(_group(0, 3), [CacheTensor(0, 64, 64, BLOCKS)])])
     ids = list(range(size))
-    pieces = geometry.stored(_blocks(ids, [size], [30 + first], [3]))
+    pieces = _pieces(geometry, ids, [size], [30 + first], [3])
     assert np.diff(pieces.first).tolist() == [3 if one else 0 for one in whole]
     kept = ids[3 - first :] if first and any(whole) else ids if any(whole) else []
     assert (pieces.rows[:, 0] // 64).tolist() == kept
@@ -238,7 +242,7 @@ def test_a_chunk_without_all_of_its_blocks_has_no_pieces(
 
 def test_a_single_chunk_without_its_head_has_no_pieces() -> None:
     geometry = CacheGeometry([(_group(0, 3), [CacheTensor(0, 64, 64, BLOCKS)])])
-    pieces = geometry.stored(_blocks([5, 6], [2], [31], [1]))
+    pieces = _pieces(geometry, [5, 6], [2], [31], [1])
     assert pieces.first.tolist() == [0, 0]
     assert pieces.rows.shape == (0, 3)
 
@@ -254,8 +258,8 @@ def test_no_block_of_a_store_is_taken_for_its_neighbour(
     """vLLM leaves out the blocks that it has given away, wherever they lie, and numbers none."""
     geometry = CacheGeometry([(_group(0, per_chunk), [CacheTensor(0, 64, 64, 100)])])
     there = [at for at in range(per_chunk * chunks) if present[at]]
-    blocks = _blocks(there, [len(there)], [there[0] if there else 0], [chunks])
-    pieces = geometry.stored(blocks)
+    firsts = [there[0] if there else 0]
+    pieces = _pieces(geometry, there, [len(there)], firsts, [chunks])
     for chunk in range(chunks):
         rows = pieces.rows[pieces.first[chunk] : pieces.first[chunk + 1]]
         if len(rows):
@@ -267,7 +271,7 @@ def test_no_block_of_a_store_is_taken_for_its_neighbour(
 def test_a_block_outside_the_cache_is_refused() -> None:
     _, tensors = _tensors(2, 16, 0)
     with pytest.raises(AssertionError):
-        ChunkGeometry(tensors, 4).pieces(np.array([BLOCKS], np.int32), 0)
+        pieces_of(ChunkGeometry(tensors, 4), np.array([BLOCKS], np.int32))
 
 
 def test_a_copy_that_raises_stops_the_engine_instead_of_hanging() -> None:
@@ -303,7 +307,9 @@ def copied(
         counts, np.array(addresses, np.uint64), np.full(len(counts), size, np.uint64)
     )
     assert engine.makes_checksums
-    ticket = engine.submit(direction, Pieces.of(parts).at(addresses), None, payloads)
+    pieces = np.concatenate(parts)
+    pieces[:, 1] += np.repeat(np.array(addresses, np.uint64), counts)
+    ticket = engine.submit(direction, pieces, None, payloads)
     assert done.wait(WAIT_S)
     assert engine.poll() == [(ticket, OK)]
     engine.close()
@@ -384,7 +390,7 @@ class Bench:
             0, 256, (LAYERS, BENCH_BLOCKS, PAGE), np.uint8
         )
         tensors = [CacheTensor(layer.ctypes.data, PAGE, PAGE, BENCH_BLOCKS) for layer in self.cache]
-        self.geometry = ChunkGeometry(tensors, PER_CHUNK)
+        self.geometry = geometry_of(tensors, PER_CHUNK)
         self.size = self.geometry.payload_bytes
         spec = PoolSpec((directory,), 4 * MIB, self.size, Keyspace.of({"test": "crc"}))
         self.pool = Pool.open(spec)
@@ -411,9 +417,6 @@ class Bench:
             np.zeros(count, np.uint8),
         )
 
-    def pieces(self, slots: Sequence[int]) -> Pieces:
-        return Pieces.of([self.geometry.pieces(self.blocks(slot), 0) for slot in slots])
-
     def blocks(self, slot: int) -> np.ndarray:
         return np.arange(slot * PER_CHUNK, (slot + 1) * PER_CHUNK, dtype=np.int32)
 
@@ -433,7 +436,7 @@ class Bench:
     def store(self, slots: Sequence[int], generation: int) -> None:
         self.ops += 1
         batch = self.batch(slots, generation, pool=False, cpu=True)
-        self.pipeline.store(StoreCommand(self.ops, batch), self.pieces(slots), None)
+        self.begin(StoreCommand(self.ops, batch), slots)
 
     def write(self, slots: Sequence[int], generation: int) -> None:
         self.ops += 1
@@ -444,7 +447,11 @@ class Bench:
         """From the pool; `cpu`: it lands in the cache slots."""
         self.ops += 1
         batch = self.batch(slots, generation, pool=True, cpu=cpu)
-        self.pipeline.load(LoadCommand(self.ops, batch), self.pieces(slots), None)
+        self.begin(LoadCommand(self.ops, batch), slots)
+
+    def begin(self, command: StoreCommand | LoadCommand, slots: Sequence[int]) -> None:
+        blocks = np.concatenate([self.blocks(slot) for slot in slots])
+        begin(self.pipeline, self.geometry, command, blocks)
 
     def payload(self, slot: int) -> bytes:
         start = slot * self.staging.map.slot_bytes + HEADER_BYTES

@@ -12,9 +12,11 @@ from typing import Any
 import numpy as np
 from vllm_nvmeof_bench.servers.faults import lanes_of
 
-from tests.chunks import Reported, batch_of, number_in, place_in, rows_of
-from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads, Pieces
+from tests.chunks import Reported, batch_of, begin, number_in, place_in, rows_of
+from vllm_nvmeof_offload.copy.base import Descriptors, Direction, Payloads
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.errors import OK, Outcome
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.io.base import (
     Completion,
     ForeignSlab,
@@ -49,7 +51,17 @@ from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 from vllm_nvmeof_offload.worker.regions import RegionOpener
 
 STRIDE = HEADER_BYTES + 4096
-PIECES = [np.array([[1 << 30, 0, 4096]], np.uint64)]
+_BLOCK_BYTES = STRIDE - HEADER_BYTES
+_NO_BYTES: tuple[Group, Sequence[CacheTensor]] = (Group(1, GroupKind.FULL, 16), [])
+#: A group whose chunks are one block each, and one without bytes.
+GEOMETRY = CacheGeometry(
+    [
+        (Group(0, GroupKind.FULL, 16), [CacheTensor(1 << 30, 4096, _BLOCK_BYTES, 1 << 20)]),
+        _NO_BYTES,
+    ]
+)
+_HALF_BLOCKS = CacheTensor(1 << 30, _BLOCK_BYTES // 2, _BLOCK_BYTES // 2, 2)
+HALVES = CacheGeometry([(Group(0, GroupKind.FULL, 16, 2), [_HALF_BLOCKS]), _NO_BYTES])
 READ_S, WRITE_S = 5.0, 30.0
 TAG = bytes(range(16))
 NO_EPOCH = 1 << 32
@@ -74,6 +86,13 @@ def machine_of(lanes: PythonLanes, **fields: Any) -> Machine:
     for field, value in fields.items():
         setattr(options.io if hasattr(options.io, field) else options, field, value)
     return Machine(options, lanes.address)
+
+
+def begin_chunks(
+    pipeline: TransferPipeline, command: StoreCommand | LoadCommand, fence: object = "fence"
+) -> None:
+    """Begin a store or load of whole chunks. Nothing moves yet."""
+    begin(pipeline, GEOMETRY, command, range(len(command.batch)), fence)
 
 
 class FakeCopy:
@@ -306,7 +325,7 @@ class Bench:
     def store_chunks(self, op: int, chunks: Sequence[tuple[int, int]]) -> None:
         """Store chunks: (number, cache slot). Nothing moves yet."""
         batch = self._batch(op, [(number, slot, None) for number, slot in chunks])
-        self.pipeline.store(StoreCommand(op, batch), Pieces.of(PIECES * len(batch)), "fence")
+        self.begin(StoreCommand(op, batch))
 
     def store(self, op: int, slot: int, number: int) -> None:
         self.store_chunks(op, [(number, slot)])
@@ -325,14 +344,15 @@ class Bench:
     def load_chunks(self, op: int, chunks: Sequence[Chunk], helpers: int | None = None) -> None:
         """Nothing moves yet."""
         batch = self._batch(op, chunks)
-        command = LoadCommand(op, batch, helpers)
-        self.pipeline.load(command, Pieces.of(PIECES * len(batch)), "fence")
+        self.begin(LoadCommand(op, batch, helpers))
 
-    def load_pieces(self, op: int, number: int, pool: int, rows: Sequence[Sequence[int]]) -> None:
-        """Load these pieces of a chunk through a stream slot."""
-        pieces = Pieces.of([np.array(rows, np.uint64)])
+    def begin(self, command: StoreCommand | LoadCommand, fence: object = "fence") -> None:
+        begin_chunks(self.pipeline, command, fence)
+
+    def load_halves(self, op: int, number: int, pool: int, first: int, count: int) -> None:
+        """Load `count` halves of a chunk, from half `first` on, through a stream slot."""
         batch = self._batch(op, [(number, None, pool)])
-        self.pipeline.load(LoadCommand(op, batch), pieces, "fence")
+        begin(self.pipeline, HALVES, LoadCommand(op, batch), range(count), "fence", first=first)
         self.pipeline.step()
 
     def borrow(self, op: int, owner: int, number: int, pool: int, cache: int | None = None) -> None:
@@ -340,7 +360,7 @@ class Bench:
         self._sizes[op] = 1
         place = owned_by(owner, place_in(pool, self._targets))
         batch = batch_of((identity(number), cache, place))
-        self.pipeline.load(LoadCommand(op, batch), Pieces.of(PIECES), "fence")
+        self.begin(LoadCommand(op, batch))
 
     def stream(self, op: int, pool_slots: Sequence[int], helpers: int | None = None) -> None:
         """Load chunks through stream slots. Nothing moves yet."""

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tests.chunks import begin
 from vllm_nvmeof_offload.config import EXPERIMENT, Replica, parse_config
-from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, JobBlocks
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.protocol import (
@@ -89,14 +90,15 @@ class Rank:
         return self.hello.groups[0].set_size
 
     def store(self, op: int, batch: ChunkBatch, blocks: Sequence[int]) -> None:
-        pieces = self.parts.geometry.stored(_job(batch, blocks))
-        command, self._rows[op] = StoreCommand(op, batch), len(batch)
-        self.parts.runner.hand_over(lambda p: p.store(command, pieces, None), op)
+        self._transfer(StoreCommand(op, batch), blocks)
 
     def load(self, op: int, batch: ChunkBatch, blocks: Sequence[int]) -> None:
-        pieces = self.parts.geometry.loaded(_job(batch, blocks))
-        command, self._rows[op] = LoadCommand(op, batch), len(batch)
-        self.parts.runner.hand_over(lambda p: p.load(command, pieces, None), op)
+        self._transfer(LoadCommand(op, batch), blocks)
+
+    def _transfer(self, command: StoreCommand | LoadCommand, blocks: Sequence[int]) -> None:
+        self._rows[command.op] = len(command.batch)
+        geometry = self.parts.geometry
+        self.parts.runner.hand_over(lambda p: begin(p, geometry, command, blocks), command.op)
 
     def command(self, command: WriteCommand | FetchCommand) -> None:
         self._rows[command.op] = len(command.batch)
@@ -130,10 +132,6 @@ class Rank:
         assert parts.pool is not None
         parts.pool.close()
         parts.staging.close()
-
-
-def _job(batch: ChunkBatch, blocks: Sequence[int]) -> JobBlocks:
-    return JobBlocks(np.array(blocks, np.int32), [len(blocks)], [0], bytes(len(batch)))
 
 
 def serve(connection: Connection, options: Options, rank: int) -> None:

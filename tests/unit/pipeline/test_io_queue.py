@@ -19,9 +19,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from tests import chunks
 from tests.chunks import Reported, place_in
-from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.errors import CANCELLED, DEADLINE, OK, STALE, io_error
-from vllm_nvmeof_offload.native import PythonLanes
+from vllm_nvmeof_offload.native import CacheGeometry, PythonLanes
 from vllm_nvmeof_offload.protocol import (
     ChunkBatch,
     LoadCommand,
@@ -34,7 +33,7 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.units import MIB
 
-from .bench import PIECES, READ_S, STRIDE, WRITE_S, Bench, identity, machine_of
+from .bench import READ_S, STRIDE, WRITE_S, Bench, identity, machine_of
 
 
 def _started(bench: Bench) -> list[int]:
@@ -532,21 +531,20 @@ class Queue:
     def _begin(self, op: int, kind: int, urgency: int, slots: list[int], places: list[int]) -> None:
         """The chunk of each cache slot is in the pool slot of the same number."""
         count = len(slots)
-        self.machine.set_time(self._now_s)
-        self.machine.begin(
-            op,
-            kind,
-            urgency,
-            ChunkBatch.of(
-                b"".join(b"%08d" % slot for slot in slots),
-                np.ones(count, np.uint64),
-                np.array(slots, np.int32),
-                np.array([place if place < 0 else place_in(place) for place in places], np.int64),
-                np.zeros(count, np.uint8),
-            ),
-            np.array([[1, 0, 1]] * count, np.uint64).reshape(count, 3),
-            np.arange(count + 1, dtype=np.uint32),
+        batch = ChunkBatch.of(
+            b"".join(b"%08d" % slot for slot in slots),
+            np.ones(count, np.uint64),
+            np.array(slots, np.int32),
+            np.array([place if place < 0 else place_in(place) for place in places], np.int64),
+            np.zeros(count, np.uint8),
         )
+        self.machine.set_time(self._now_s)
+        if kind == _FETCH:
+            self.machine.begin(op, kind, urgency, batch)
+        else:
+            blocks = np.zeros(count, np.int32), [count], [0]
+            geometry = CacheGeometry([([(1, 1, 1, 1)], 1)])
+            self.machine.begin_transfers(geometry, [(op, False, batch, *blocks)], 0)
 
     def _settle(self) -> None:
         self._advance()
@@ -693,10 +691,7 @@ class Slot:
 
     def ask(self, op: int, number: int, *, fill: bool) -> list[tuple[int, bool]]:
         batch = chunks.batch_of((identity(number), 0, None))
-        if fill:
-            self.bench.pipeline.store(StoreCommand(op, batch), Pieces.of(PIECES), op)
-        else:
-            self.bench.pipeline.load(LoadCommand(op, batch), Pieces.of(PIECES), op)
+        self.bench.begin(StoreCommand(op, batch) if fill else LoadCommand(op, batch), op)
         return self.granted()
 
     def end(self, op: int, *, ok: bool = True) -> list[tuple[int, bool]]:
@@ -742,7 +737,7 @@ def test_the_generation_is_part_of_the_content() -> None:
     older = SlotIdentity(identity(A).key, identity(A).generation - 1)
     load = LoadCommand(2, chunks.batch_of((older, 0, None)))
     with pytest.raises(AssertionError, match="no such fill"):
-        slot.bench.pipeline.load(load, Pieces.of(PIECES), 2)
+        slot.bench.begin(load, 2)
 
 
 def test_what_was_in_the_slot_before_its_last_fill_cannot_be_read() -> None:

@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chunks import Reported, batch_of, place_in
-from vllm_nvmeof_offload.copy.base import Direction, Pieces
+from tests.chunks import Reported, batch_of, begin, geometry_of, place_in
+from vllm_nvmeof_offload.copy.base import Direction
+from vllm_nvmeof_offload.copy.geometry import CacheTensor
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
     CHECKSUM_MISMATCH,
@@ -36,7 +37,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
-from .bench import PIECES, READ_S, STRIDE, WRITE_S, Bench, identity
+from .bench import GEOMETRY, READ_S, STRIDE, WRITE_S, Bench, identity
 
 
 def test_a_store_is_done_when_copied_and_not_before() -> None:
@@ -186,12 +187,8 @@ def test_chunks_of_a_group_without_bytes_are_copied_too(kind: str) -> None:
     bench = Bench()
     if kind == "load":
         bench.stored(1, slot=0, number=7)
-    nothing = Pieces.of([np.empty((0, 3), np.uint64)])
     batch = batch_of((identity(7), 0, None), group=1)
-    if kind == "store":
-        bench.pipeline.store(StoreCommand(2, batch), nothing, "fence")
-    else:
-        bench.pipeline.load(LoadCommand(2, batch), nothing, "fence")
+    bench.begin(StoreCommand(2, batch) if kind == "store" else LoadCommand(2, batch))
     bench.pipeline.step()
     ticket, _, pieces, _ = bench.copy.submitted[-1]
     assert pieces == []
@@ -207,10 +204,7 @@ def _begin(bench: Bench, *jobs: tuple[int, str, object]) -> None:
     """Begin jobs (op, kind, fence) of one chunk, in the slot of the op's number; nothing moves."""
     for op, kind, fence in jobs:
         batch = batch_of((identity(op), op, None))
-        if kind == "store":
-            bench.pipeline.store(StoreCommand(op, batch), Pieces.of(PIECES), fence)
-        else:
-            bench.pipeline.load(LoadCommand(op, batch), Pieces.of(PIECES), fence)
+        bench.begin(StoreCommand(op, batch) if kind == "store" else LoadCommand(op, batch), fence)
 
 
 def _addresses(*slots: int) -> list[int]:
@@ -248,10 +242,10 @@ def test_large_jobs_whose_fences_have_passed_are_one_call() -> None:
     """However many bytes: the engine cuts what its driver does not take."""
     bench = Bench(cache_slots=2)
     bench.copy.passed = {"a", "b"}
-    large = Pieces.of([np.array([[1 << 30, 0, 64 << 20]], np.uint64)])
+    large = geometry_of([CacheTensor(1 << 30, 64 << 20, 64 << 20, 1)])
     for op, fence in enumerate("ab"):
         batch = batch_of((identity(op), op, None))
-        bench.pipeline.store(StoreCommand(op, batch), large, fence)
+        begin(bench.pipeline, large, StoreCommand(op, batch), [0], fence)
     bench.pipeline.step()
     assert len(bench.copy.submitted) == 1
 
@@ -614,9 +608,7 @@ def test_a_row_without_what_its_command_needs_is_a_broken_invariant(
         (identity(8), cache, None if place is None else place_in(place)),
     )
     calls: dict[str, Callable[[], None]] = {
-        "store": lambda: bench.pipeline.store(
-            StoreCommand(1, batch), Pieces.of(PIECES * 2), "fence"
-        ),
+        "store": lambda: bench.begin(StoreCommand(1, batch)),
         "write": lambda: bench.pipeline.command(WriteCommand(1, batch)),
         "fetch": lambda: bench.pipeline.command(FetchCommand(1, batch)),
     }
@@ -630,7 +622,7 @@ def test_blocks_for_another_number_of_rows_are_a_broken_invariant() -> None:
     bench = Bench()
     batch = batch_of((identity(7), 0, None), (identity(8), 1, None))
     with pytest.raises(AssertionError):
-        bench.pipeline.load(LoadCommand(1, batch), Pieces.of(PIECES * 3), "fence")
+        begin(bench.pipeline, GEOMETRY, LoadCommand(1, batch), range(3), "fence")
 
 
 # -- loads of any size through a bounded number of stream slots -----------------------

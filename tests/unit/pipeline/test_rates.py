@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.chunks import place_in
-from vllm_nvmeof_offload.native import PythonLanes
+from vllm_nvmeof_offload.native import CacheGeometry, PythonLanes
 from vllm_nvmeof_offload.protocol import NOWHERE, ChunkBatch, OpKind, Urgency
 from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.units import MIB
@@ -111,20 +111,19 @@ class Meter:
         """A job of one chunk, always the same one."""
         self._op += 1
         self.machine.set_time(self.now_s)
-        self.machine.begin(
-            self._op,
-            _KINDS.index(kind),
-            int(Urgency.WRITE if kind is OpKind.WRITE else Urgency.DEMAND),
-            ChunkBatch.of(
-                b"key",
-                np.array([1], np.uint64),
-                np.array([cache], np.int32),
-                np.array([place], np.int64),
-                np.zeros(1, np.uint8),
-            ),
-            np.array([[1, 0, 1]], np.uint64),
-            np.array([0, 1], np.uint32),
+        batch = ChunkBatch.of(
+            b"key",
+            np.array([1], np.uint64),
+            np.array([cache], np.int32),
+            np.array([place], np.int64),
+            np.zeros(1, np.uint8),
         )
+        if kind is OpKind.WRITE:
+            self.machine.begin(self._op, _KINDS.index(kind), int(Urgency.WRITE), batch)
+        else:
+            blocks = np.zeros(1, np.int32), [1], [0]
+            transfer = self._op, kind is OpKind.STORE, batch, *blocks
+            self.machine.begin_transfers(CacheGeometry([([(1, 1, 1, 1)], 1)]), [transfer], 0)
 
     def _copied(self) -> None:
         self._advance()

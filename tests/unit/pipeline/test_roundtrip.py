@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.chunks import begin, geometry_of
 from vllm_nvmeof_offload.config import EXPERIMENT, TUNING, parse_config
-from vllm_nvmeof_offload.copy.base import Pieces
-from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor, ChunkGeometry
+from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES, Group, GroupKind
 from vllm_nvmeof_offload.io.base import Waker
@@ -46,7 +46,7 @@ class Rank:
             for layer in range(LAYERS)
         ]
         tensors = [CacheTensor(a.ctypes.data, PAGE, PAGE, BLOCKS) for a in self.cache]
-        self.geometry = ChunkGeometry(tensors, PER_CHUNK)
+        self.geometry = geometry_of(tensors, PER_CHUNK)
         payload = self.geometry.payload_bytes
         keyspace = Keyspace.of({"test": "roundtrip"})
         self.pool = Pool.open(PoolSpec((directory,), 4 * MIB, payload, keyspace))
@@ -75,14 +75,12 @@ class Rank:
         assert plan.command is not None
         command = plan.command
         assert command.batch.key_list() == keys
-        pieces = [self.geometry.pieces(b, 0) for b in blocks.reshape(-1, PER_CHUNK)]
-        self.runner.hand_over(lambda p: p.store(command, Pieces.of(pieces), None), command.op)
+        self.runner.hand_over(lambda p: begin(p, self.geometry, command, blocks), command.op)
         self.runner.wait([command.op])
 
     def load(self, keys: list[bytes], blocks: np.ndarray) -> tuple[tuple[int, object], ...]:
         command = self.manager.prepare_load(keys)
-        pieces = [self.geometry.pieces(b, 0) for b in blocks.reshape(-1, PER_CHUNK)]
-        self.runner.hand_over(lambda p: p.load(command, Pieces.of(pieces), None), command.op)
+        self.runner.hand_over(lambda p: begin(p, self.geometry, command, blocks), command.op)
         self.runner.wait([command.op])
         finished = self.step()
         (job,) = [job for job in finished if job.op == command.op]

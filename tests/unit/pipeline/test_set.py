@@ -11,7 +11,6 @@ import numpy.typing as npt
 import pytest
 
 from tests.chunks import Reported, cache_slot
-from vllm_nvmeof_offload.copy.base import Pieces
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
     CHECKSUM_MISMATCH,
@@ -35,7 +34,7 @@ from vllm_nvmeof_offload.protocol import (
 from vllm_nvmeof_offload.staging import SetMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
-from .bench import PIECES, READ_S, STRIDE, Bench, identity
+from .bench import READ_S, STRIDE, Bench, identity
 
 CACHE_SLOTS, STREAM_SLOTS = 4, 2
 #: Of one member's staging to the next one's.
@@ -86,7 +85,7 @@ class Ranks:
     def store(self, op: int, number: int, cache: int, member: int = EVERY_MEMBER) -> None:
         command = StoreCommand(op, self.batch(number, cache, None, member))
         for rank in self.ranks:
-            rank.pipeline.store(command, Pieces.of(PIECES), "fence")
+            rank.begin(command)
         self.step()
 
     def load(
@@ -101,7 +100,7 @@ class Ranks:
         """only: the members that get it now."""
         command = LoadCommand(op, self.batch(number, cache, pool, member))
         for rank in self.ranks if only is None else [self.ranks[one] for one in only]:
-            rank.pipeline.load(command, Pieces.of(PIECES), "fence")
+            rank.begin(command)
         self.step()
 
     def write(self, op: int, number: int, cache: int, pool: int, member: int) -> None:

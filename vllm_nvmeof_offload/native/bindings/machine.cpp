@@ -27,8 +27,6 @@ using namespace nvmeof;
 
 namespace {
 
-using PieceRows = nb::ndarray<const uint64_t, nb::shape<-1, 3>, nb::c_contig, nb::device::cpu>;
-
 // The fields of a `LaneEnd`: token, code, errno, seconds, payload CRC or -1, and whether the buffer
 // is released.
 using PythonEnd = std::tuple<uint64_t, uint8_t, int, double, int64_t, bool>;
@@ -228,16 +226,12 @@ Columns columns_of(const nb::tuple& batch) {
 }
 
 void begin(Machine& machine, uint64_t op, uint8_t kind, uint8_t urgency, const ChunkBatch& batch,
-           const std::optional<PieceRows>& rows, const std::optional<Column<uint32_t>>& first,
-           uint64_t fence, const nb::bytes& clients) {
+           const nb::bytes& clients) {
   Columns columns = columns_of(batch);
   columns.clients = {static_cast<const uint32_t*>(clients.data()),
                      clients.size() / sizeof(uint32_t)};
-  Pieces pieces;
-  if (rows && first) pieces = {{rows->data(), rows->size()}, span_of(first)};
   const Unlocked unlocked(columns.generations.size());
-  machine.begin(op, static_cast<OpKind>(kind), static_cast<Urgency>(urgency), columns, pieces,
-                fence);
+  machine.begin(op, static_cast<OpKind>(kind), static_cast<Urgency>(urgency), columns, {});
 }
 
 std::vector<size_t> numbers(nb::handle sequence) {
@@ -636,8 +630,7 @@ void bind_machine(nb::module_& m) {
             new (self) Machine(options, driven, nanoseconds(now_s), of_peers);
           },
           "options"_a, "lanes"_a, "now_s"_a = 0.0, "peer_lanes"_a = 0)
-      .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "rows"_a = nb::none(),
-           "first"_a = nb::none(), "fence"_a = 0, "clients"_a = nb::bytes(""))
+      .def("begin", &begin, "op"_a, "kind"_a, "urgency"_a, "batch"_a, "clients"_a = nb::bytes(""))
       .def("begin_transfers", &begin_transfers)
       .def("reset", &reset, "op"_a, "stamp"_a, "unnamed"_a)
       .def("cancel", &cancel, "op"_a, "rows"_a = nb::none())
