@@ -35,10 +35,10 @@ from vllm_nvmeof_offload.copy.driver import (
     CudaError,
     cache_directory,
     kernel_source,
-    load_or_compile,
+    load_cached_kernel,
     replace_file,
 )
-from vllm_nvmeof_offload.copy.gpu_checksums import GpuChecksums, load_checksums
+from vllm_nvmeof_offload.copy.gpu_checksums import CRC_BLOCKS, GpuChecksums
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
 from vllm_nvmeof_offload.errors import EngineError
@@ -264,11 +264,8 @@ def _measure(
 
 
 def load_kernel(cuda: Cuda) -> KernelCopier:
-    """Load the copy kernel. Raises EngineError, with the cause, if it is not available here."""
-    if not cuda.host_pointers_work_in_kernels:
-        raise EngineError("kernels cannot access host memory at its host address here")
-    code = load_or_compile(cuda.facts.arch, cache_directory())
-    return KernelCopier(cuda, cuda.load_kernel(code, "copy_blocks"))
+    """Load the copy kernel. Raises EngineError as `load_cached_kernel` does."""
+    return KernelCopier(cuda, load_cached_kernel(cuda))
 
 
 def kept_or_measured(
@@ -453,7 +450,7 @@ def _checksums(cuda: Cuda, checksum_at: str, fallbacks: list[str]) -> GpuChecksu
     if checksum_at != "gpu":
         return None
     try:
-        return load_checksums(cuda)
+        return GpuChecksums(cuda, load_cached_kernel(cuda, CRC_BLOCKS))
     except EngineError as error:
         fallbacks.append(f"checksums: on the CPU ({error})")
         return None

@@ -368,6 +368,15 @@ def load_or_compile(arch: str, directory: Path, name: str = COPY_BLOCKS) -> byte
         return code
 
 
+def load_cached_kernel(cuda: Cuda, name: str = COPY_BLOCKS) -> int:
+    """Load the kernel in the source `name`, which has the file's name without the suffix. Raises
+    EngineError, with the cause, if the kernel is not available here."""
+    if not cuda.host_pointers_work_in_kernels:
+        raise EngineError("kernels cannot access host memory at its host address here")
+    code = load_or_compile(cuda.facts.arch, cache_directory(), name)
+    return cuda.load_kernel(code, Path(name).stem)
+
+
 def _read_own(path: Path) -> bytes:
     """Read a file that only this user can have written. Raises OSError otherwise."""
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:

@@ -18,8 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vllm_nvmeof_offload.copy.base import Descriptors, Payloads, cut_sizes, spans
-from vllm_nvmeof_offload.copy.driver import Cuda, cache_directory, load_or_compile
-from vllm_nvmeof_offload.errors import EngineError
+from vllm_nvmeof_offload.copy.driver import Cuda
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.units import KIB, MIB
 
@@ -236,11 +235,3 @@ class GpuChecksums:
     def give_back(self, checksums: Checksums) -> None:
         """Free the checksums' rows of the table. Call only when their launches have ended."""
         self._ring.give_back(checksums.run)
-
-
-def load_checksums(cuda: Cuda) -> GpuChecksums:
-    """Load the kernel. Raises EngineError, with the cause, if it is not available here."""
-    if not cuda.host_pointers_work_in_kernels:
-        raise EngineError("kernels cannot access host memory at its host address here")
-    code = load_or_compile(cuda.facts.arch, cache_directory(), CRC_BLOCKS)
-    return GpuChecksums(cuda, cuda.load_kernel(code, KERNEL_NAME))

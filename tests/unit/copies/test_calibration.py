@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from vllm_nvmeof_offload.copy import calibration
+from vllm_nvmeof_offload.copy import calibration, driver
 from vllm_nvmeof_offload.copy.base import Backend, Direction, coalesce
 from vllm_nvmeof_offload.copy.calibration import (
     COUNTS,
@@ -244,7 +244,7 @@ SIZE = 4 * MIB
 def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    monkeypatch.setattr(calibration, "load_or_compile", lambda arch, directory: b"")
+    monkeypatch.setattr(driver, "load_or_compile", lambda arch, directory, name: b"")
 
 
 class _Measured:

@@ -17,7 +17,7 @@ import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
 from tests.unit.copies.rig import Rig, Signals
-from vllm_nvmeof_offload.copy import calibration, pinning
+from vllm_nvmeof_offload.copy import calibration, driver, pinning
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.calibration import Cell, KvDevice, calibrate
 from vllm_nvmeof_offload.copy.cuda import CudaCopyEngine
@@ -168,7 +168,7 @@ def _engine(
 @pytest.fixture
 def memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(calibration, "load_or_compile", lambda arch, directory: b"")
+    monkeypatch.setattr(driver, "load_or_compile", lambda arch, directory, name: b"")
     return np.zeros(5 * MIB, np.uint8)
 
 
@@ -214,10 +214,10 @@ def test_auto_measures_once_and_remembers(
 def test_auto_logs_a_missing_requirement_and_kernel_refuses(
     memory: np.ndarray, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(arch: str, directory: Path) -> bytes:
+    def fail(arch: str, directory: Path, name: str) -> bytes:
         raise EngineError("the copy kernel needs cuda-core")
 
-    monkeypatch.setattr(calibration, "load_or_compile", fail)
+    monkeypatch.setattr(driver, "load_or_compile", fail)
     cuda = FakeCuda(batch=False)
     engine, fallbacks = _engine(cuda, "auto", memory)
     assert len(fallbacks) == 2
