@@ -9,13 +9,13 @@ payload's CRC.
 from __future__ import annotations
 
 import ctypes
-import functools
 from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from crc32c import crc32c
 
 from vllm_nvmeof_offload.copy.base import Descriptors, Payloads, cut_sizes, spans
 from vllm_nvmeof_offload.copy.driver import Cuda
@@ -36,7 +36,6 @@ _PARTS_MAX = 64 << 10
 _LANES = 32
 _ROW_BYTES = 2 * 8
 _WORD_ROW_BYTES = _LANES * 4
-_POLYNOMIAL = 0x82F63B78
 
 _Words = npt.NDArray[np.uint32]
 _Rows = npt.NDArray[np.uint64]
@@ -59,34 +58,17 @@ class Launch(NamedTuple):
         return size + (", urgent" if self.urgent else "")
 
 
-@functools.cache
-def _zeros(count: int) -> _Words:
-    """Return uint32[32]: the value of each bit of a CRC after `count` further zero bytes."""
-    if count == 0:
-        return np.uint32(1) << np.arange(32, dtype=np.uint32)
-    if count == 1:
-        crc = _zeros(0)
-        for _ in range(8):
-            crc = (crc >> np.uint32(1)) ^ (crc & np.uint32(1)) * np.uint32(_POLYNOMIAL)
-        return crc
-    half = _zeros(count // 2)
-    both = _apply(half, half)
-    return _apply(_zeros(1), both) if count % 2 else both
-
-
-def _apply(columns: _Words, values: _Words) -> _Words:
-    found = np.zeros_like(values)
-    for bit in range(32):
-        found ^= columns[bit] * ((values >> np.uint32(bit)) & np.uint32(1))
-    return found
-
-
 def kernel_tables() -> _Words:
     """Return the kernel's tables, in the order of its source."""
-    values = np.arange(16, dtype=np.uint32)
-    nibbles = [_apply(_zeros(STRIPE_BYTES), values << np.uint32(4 * at)) for at in range(8)]
-    behind = [_zeros(16 * (_LANES - 1 - lane)) for lane in range(_LANES)]
-    return np.concatenate([*nibbles, _zeros(4), *behind])
+    nibbles = [_after(STRIPE_BYTES, value << 4 * at) for at in range(8) for value in range(16)]
+    behind = [16 * (_LANES - 1 - lane) for lane in range(_LANES)]
+    bits = [_after(count, 1 << bit) for count in (4, *behind) for bit in range(32)]
+    return np.array(nibbles + bits, np.uint32)
+
+
+def _after(count: int, crc: int) -> int:
+    """Return what `crc`, without its inversions, is after `count` further zero bytes."""
+    return crc32c(bytes(count), crc ^ 0xFFFFFFFF) ^ 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True, eq=False)
