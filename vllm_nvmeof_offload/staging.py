@@ -60,17 +60,13 @@ class StagingMap:
     members: SetMap | None = None
     serve_slots: int = 0
 
-    def cache_address(self, slot: int) -> int:
-        assert 0 <= slot < self.cache_slots
-        return self.base_address + slot * self.slot_bytes
-
-    def stream_address(self, slot: int) -> int:
-        assert 0 <= slot < self.stream_slots
-        return self.base_address + (self.cache_slots + slot) * self.slot_bytes
+    @property
+    def stream_address(self) -> int:
+        return self.base_address + self.cache_slots * self.slot_bytes
 
     @property
     def serve_address(self) -> int:
-        return self.base_address + (self.cache_slots + self.stream_slots) * self.slot_bytes
+        return self.stream_address + self.stream_slots * self.slot_bytes
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

@@ -433,7 +433,7 @@ def open_links(
             raise ConfigError("peer_listen", listen, remedy) from None
         logger.info("serving peers at %s with %d slots", server.address, slots.serve_slots)
     if settings.peers:
-        memory = SlotMemory(slots.stream_address(0), slots.slot_bytes, slots.stream_slots)
+        memory = SlotMemory(slots.stream_address, slots.slot_bytes, slots.stream_slots)
         addresses = [host_and_port(one, rank) for one in settings.peers]
         view = _part(staging, memory)
         clients = PeerClients(addresses, common, tag, memory, view, by_nixl=by_nixl)

@@ -515,7 +515,7 @@ def _machine_options(
     io.header_bytes, io.slot_bytes = HEADER_BYTES, staging.slot_bytes
     io.group_bytes = limits.group_bytes
     io.cache_address = staging.base_address
-    io.stream_address = staging.base_address + staging.cache_slots * staging.slot_bytes
+    io.stream_address = staging.stream_address
     io.saturating_reads = min(streamed_max, enough)
     io.saturating_writes = min(writes_max, enough)
     io.retryable = _RETRYABLE

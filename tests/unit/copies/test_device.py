@@ -158,7 +158,7 @@ def test_copies_of_a_gpu_run_between_its_tensors_and_staging(
     assert KvDevice(cuda).engine_name("dma") == "dma on stub"
     # The last block of one tensor is adjacent to the first of the next: never one piece.
     pieces = pieces_of(geometry, np.array([63, 0], np.int32)).rows
-    pieces[:, 1] += np.uint64(staging.map.cache_address(0))
+    pieces[:, 1] += np.uint64(staging.map.base_address)
     fence = engine.record_fence()
     cuda.drain()
     ticket = engine.submit(Direction.STORE, pieces, fence)
