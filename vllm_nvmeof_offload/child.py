@@ -82,7 +82,8 @@ def accompany(work: Callable[[int], None]) -> None:
 
 #: The maximum wait for a stopped process to exit. A process blocked in the kernel exits later.
 _END_S_MAX = 0.5
-#: The maximum wait for the thread, above `_END_S_MAX`. It ends later only if a process start hangs.
+#: The maximum wait for the thread to end, which takes longer than `_END_S_MAX` only if the start of
+#: a process hangs.
 _STOP_S_MAX = 2.0
 
 

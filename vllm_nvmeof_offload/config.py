@@ -55,13 +55,13 @@ EXPERIMENT = "VLLM_NVMEOF_EXPERIMENT"
 _STAGING_BYTES_DEFAULT_MAX = 8 * GIB
 _POOL_BYTES_DEFAULT_MAX = 100 * GIB
 POOL_BYTES_DEFAULT_MAX_LAYER = GIB
-#: Two, so that one slot can be filled while the other is copied.
+#: The minimum is two, so that one slot can be filled while the other is copied.
 _STREAM_SLOTS_MIN = 2
 #: The maximum number of reads for peers that one rank may have in progress.
 _SERVE_SLOTS_MAX = 1024
 _SECRET_BYTES_MIN, _SECRET_BYTES_MAX = 16, 4096
 _MAKE_SECRET = "create one with `(umask 077; openssl rand -hex 32 > FILE)`; copy it to each server"
-#: 1 EiB. A larger number is a mistake and would overflow 64-bit arithmetic.
+#: The limit is 1 EiB: a larger number is a mistake and would overflow 64-bit arithmetic.
 _SIZE_BYTES_MAX = 1 << 60
 PORT_MAX = (1 << 16) - 1
 #: The first address at which `metrics_listen: "auto"` listens.
@@ -165,14 +165,15 @@ class Tuning(BaseModel):
     #: The bound on bytes being read, per rank and, with io_uring, per target. Devices complete
     #: reads in bursts, so the bound is eight times what a 100 Gb/s link carries in 0.6 ms.
     read_bytes_in_flight_max: _Bytes = 64 * MIB
-    #: The same for writes. With io_uring, the bound is lowered to what the target writes in
-    #: 12.5 ms, but not below 32 MiB.
+    #: The bound on bytes being written, per rank and, with io_uring, per target. With io_uring, the
+    #: bound is lowered to what the target writes in 12.5 ms, but not below 32 MiB.
     write_bytes_in_flight_max: _Bytes = 64 * MIB
     #: The bound on bytes being written while reads are waiting or running, to keep reads fast. One
     #: write may always run.
     write_bytes_beside_reads_max: _Bytes = 512 * KIB
-    #: The time after which a write counts as failed; its chunk then remains only in the CPU tier.
-    #: It is long, because no request waits for a write. It also limits a reset's superblock writes.
+    #: The time after which a write counts as failed and its chunk remains only in the CPU tier. The
+    #: limit is long, because no request waits for a write. It also applies to the superblock writes
+    #: of a reset.
     write_deadline_ms: _Count = 30_000
     #: The engine that copies between a GPU and pinned memory. auto: the GPU's copy engines (dma),
     #: or a kernel on a few multiprocessors where calibration found it at least 1.5 times as fast.
@@ -441,7 +442,7 @@ class OffloadConfig(BaseModel):
     @model_validator(mode="after")
     def _one_chunk_size(self) -> OffloadConfig:
         if self.blocks_per_chunk is not None and self.block_size is not None:
-            remedy = f"blocks_per_chunk={self.blocks_per_chunk} has the same effect; give only one"
+            remedy = f"blocks_per_chunk={self.blocks_per_chunk} also sets it; give only one"
             raise ConfigError("block_size", self.block_size, remedy)
         return self
 

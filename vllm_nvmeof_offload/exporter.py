@@ -124,7 +124,7 @@ class Exporter(Collector):
             start_response("405 Method Not Allowed", [("Allow", "GET")])
             return []
         if path == "/metrics":
-            # Not OpenMetrics, in which prometheus_client may replace the colon in the names.
+            # Do not use OpenMetrics, where prometheus_client may replace the colon in the names.
             start_response("200 OK", [("Content-Type", "text/plain; version=0.0.4; charset=utf-8")])
             return [generate_latest(self._registry)]
         status, body = self._records(path, environ)

@@ -176,7 +176,7 @@ _BYTES_MIN = 4 * MIB
 _ROUNDS = 3
 #: The time limits for a measurement at a server's start, and at a user's request.
 _BUDGET_S, _BUDGET_WHEN_ASKED_S = 1.5, 60.0
-#: Long enough for sixteen ranks to measure one after another.
+#: This is long enough for sixteen ranks to measure one after another.
 _LOCK_WAIT_S_MAX = 60.0
 _LOCK_POLL_S = 0.05
 _LOCK = "vllm-nvmeof-calibration.lock"

@@ -63,7 +63,7 @@ class _CopyAttributes(ctypes.Structure):
     )
 
 
-#: Created only once, because the driver only reads them.
+#: The attributes are created only once, because the driver only reads them.
 _MADE = {
     (order, overlap): _CopyAttributes(
         order, (ctypes.c_int * 4)(), _PREFER_OVERLAP_WITH_COMPUTE if overlap else 0
@@ -137,7 +137,7 @@ class Cuda:
             self._thread.current = True
 
     def enter_models_thread(self) -> None:
-        """Make the context current on the model's thread, whose capture mode stays as it is,
+        """Make the context current on the model's thread. The thread's capture mode is not changed,
         because the thread is not capturing between the model's calls."""
         self.make_current()
         self._thread.mode_is_final = True

@@ -155,7 +155,9 @@ def _judge_link(gpu: Gpu) -> list[Finding]:
     if gpu.is_idle and not link.is_narrow:
         shown += "; it is idle, and its link may be slow to save power"
         return [Finding("gpu_link", subject, Severity.OK, shown, "check again while it computes")]
-    remedy = f"reseat it or use another slot; lspci -vv -s {link.address} shows LnkCap and LnkSta"
+    remedy = (
+        f"reseat the GPU or use another slot; lspci -vv -s {link.address} shows LnkCap and LnkSta"
+    )
     return [Finding("gpu_link", subject, Severity.WARNING, shown, remedy)]
 
 
@@ -167,5 +169,7 @@ def _judge_node(gpu: Gpu, machine: Machine) -> list[Finding]:
     shown = f"on node {node}; this process may run on node {own}"
     if node in machine.own_nodes:
         return [Finding("gpu_node", subject, Severity.OK, shown)]
-    remedy = f"numactl --cpunodebind={node} vllm serve …; pinned memory goes to node {node} anyway"
+    remedy = (
+        f"use numactl --cpunodebind={node} vllm serve …; pinned memory is on this node in any case"
+    )
     return [Finding("gpu_node", subject, Severity.WARNING, shown, remedy)]

@@ -119,7 +119,7 @@ class Lanes(Protocol):
 class IoEngine(Protocol):
     """A submit/poll interface for the pipeline's thread."""
 
-    #: The engine and its mode, for display and metrics: "threads", "uring (registered)", …
+    #: The engine and its mode, for display and metrics, such as "io_uring (registered, O_DIRECT)".
     name: str
 
     @property
@@ -181,7 +181,7 @@ class Waker:
         self.fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         weakref.finalize(self, os.close, self.fd).atexit = False
 
-    # Called in each turn of the pipeline; `contextlib.suppress` would double the cost.
+    # The pipeline calls these methods in each turn; `contextlib.suppress` would double their cost.
 
     def wake(self) -> None:
         try:  # noqa: SIM105

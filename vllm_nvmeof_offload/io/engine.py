@@ -53,7 +53,7 @@ class How(enum.Enum):
 
 #: The maximum number of operations in an engine with rings, over all targets.
 OPERATIONS_MAX = 4096
-#: Two threads, because one is reserved for reads.
+#: The minimum is two threads, because one is reserved for reads.
 _THREADS_MIN = 2
 
 

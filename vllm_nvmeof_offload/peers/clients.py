@@ -174,7 +174,8 @@ class _Session:
         self.is_stalled = False
 
     def opens(self) -> None:
-        """Record that a read is requested while none is open: the peer must now send often."""
+        """Record that a read was requested while none was open. The peer must send often from now
+        on."""
         self.opened_s = self._listening.now_s
 
     def is_silent(self) -> bool:
@@ -311,7 +312,8 @@ class PeerClients(SessionThread):
         except (_SessionLostError, TransportError, zmq.ZMQError, ImportError) as error:
             self.counts.other_secret += isinstance(error, _OtherSecretError)
             why = str(error)
-        # Not in the handlers, because an exception refers to the agent, which must be freed.
+        # The handlers do not end the session, because their exception refers to the agent, which
+        # must be freed.
         if why:
             self._lose(lane, why)
         self._show(lane)
@@ -477,7 +479,9 @@ class PeerClients(SessionThread):
         session.is_up = True
         session.credits, session.slots = welcome.credits, welcome.slots
         how = f"in messages ({why_not})" if why_not else "by RDMA"
-        self._say(lane, f"reads for us, {welcome.credits} chunks at a time, sent {how}")
+        self._say(
+            lane, f"reads up to {welcome.credits} chunks at a time for us and sends them {how}"
+        )
 
     def _connect(self, session: _Session, welcome: Welcome) -> str:
         """Prepare pulls. Return the reason why pulls are impossible; empty if they are possible."""

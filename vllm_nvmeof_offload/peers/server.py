@@ -82,7 +82,8 @@ SESSIONS_MAX = 64
 CONNECTIONS_MAX = 2 * SESSIONS_MAX
 _DONE_MORE_S = 1.0  # a slot stays lent, or a copy in flight, this long after the deadline
 _MOVING_S = 0.01  # without an event for this long, the thread sleeps even while slots are lent
-#: The limit on messages queued per connection and direction; to a peer, one more per serve slot.
+#: The limit on messages queued per connection and direction. The queue of messages to a peer also
+#: has room for one message per serve slot.
 _WAITING_MAX = 64
 #: A connection without an answer for this long is closed, and its queued messages are dropped.
 _PING_MS, _PONG_MS = 1000, 3000

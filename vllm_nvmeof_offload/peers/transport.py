@@ -35,8 +35,9 @@ from vllm_nvmeof_offload.fabric.rdma import ACTIVE, read_rdma_ports
 from vllm_nvmeof_offload.peers.base import SlotMemory
 from vllm_nvmeof_offload.units import PAGE_BYTES
 
-#: Set before NIXL's first import. UCX keeps registered memory until this many regions wait to be
-#: freed; without a limit it leaks (vLLM sets the same value). By default, NIXL logs each agent.
+#: Variables that are set before NIXL's first import. UCX keeps registered memory until this many
+#: regions wait to be freed; without a limit, it leaks them (vLLM sets the same value). By default,
+#: NIXL logs each agent.
 _ENVIRONMENT = {"UCX_RCACHE_MAX_UNRELEASED": "1024", "NIXL_LOG_LEVEL": "WARN"}
 _PROBE_S = 60.0
 _DRAM = "DRAM"

@@ -81,7 +81,7 @@ def check_here(
         except ConfigError as error:
             if create:
                 raise
-            found.warnings.append(f"{error}; a server that runs now may be the reason")
+            found.warnings.append(f"{error}; a server that is running now may be the reason")
     for path in config.targets:
         with found.collecting():
             alone = config.model_copy(update={"targets": [path]})

@@ -7,7 +7,7 @@ ok         none of the conditions below                              all
 degraded   a controller is not live, or a path not optimized; or     all
            the target is not writable: its file system is read-only,
            or its region's lease was not renewed in time
-suspect    an operation is past its deadline and the kernel still    none: it fails at once
+suspect    an operation is past its deadline and the kernel still    none: I/O fails at once
            has its buffer; or none of its controllers carries I/O    with DEADLINE
 gone       `FAILURES_MAX` of its reads, or of its writes, in a row   none, as above, until it
            fail with an error of target scope (`errors.ERRORS`),     is reattached
@@ -85,7 +85,7 @@ class TargetHealth:
     def __init__(self, *, can_return: bool = True) -> None:
         """Without `can_return` nothing reattaches the target, so failures do not make it gone."""
         self.verdict = Verdict.OK
-        #: Why the target is not ok, for display.
+        #: The reason why the target is not ok, for display.
         self.reason = ""
         self.attachment = 0
         self._can_return = can_return
@@ -136,7 +136,8 @@ class TargetHealth:
         elif outcome.errno == errno.EIO:
             run.slots.add(slot_of(place))  # regardless of the member
         if run.is_too_long:
-            self.lost(f"too many {'writes' if is_write else 'reads'} failed, last with {outcome}")
+            operations = "writes" if is_write else "reads"
+            self.lost(f"too many {operations} in a row failed, the last one with {outcome}")
 
     def watched(self, paths: PathStates) -> None:
         if paths.attachment != self.attachment:
@@ -175,7 +176,7 @@ class TargetHealth:
         elif paths.known and not paths.carrying:
             found = Verdict.SUSPECT, f"none of its {paths.known} controllers carries I/O"
         elif paths.best < paths.known:
-            found = Verdict.DEGRADED, f"{paths.best} of {paths.known} controllers fully usable"
+            found = Verdict.DEGRADED, f"{paths.best} of {paths.known} controllers are fully usable"
         elif self._unwritable:
             found = Verdict.DEGRADED, f"not writable: {min(self._unwritable)}"
         else:

@@ -361,7 +361,7 @@ def _injector_of_faults(control: str) -> Callable[..., IoEngine]:
     try:
         inject: Callable[..., IoEngine] = importlib.import_module(_INJECTOR).inject
     except ImportError as error:
-        remedy = f"leave it out: {_INJECTOR} cannot be imported ({error})"
+        remedy = f"{_INJECTOR} cannot be imported ({error}); leave fault_injection out"
         raise ConfigError("fault_injection", control, remedy) from error
     return inject
 

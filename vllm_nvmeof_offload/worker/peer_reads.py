@@ -91,7 +91,8 @@ class PeerPort(Protocol):
 @dataclass(frozen=True, slots=True)
 class Peers:
     """The peers' lanes. `slot_place` returns the place that the header of one of our slots must
-    name. `landing` copies within staging. Loads of fewer than `chunks_min` chunks use no peer."""
+    name. `landing` copies chunks from stream slots to cache slots. Loads of fewer than `chunks_min`
+    chunks use no peer."""
 
     port: PeerPort
     lanes: int

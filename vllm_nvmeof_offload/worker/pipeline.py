@@ -71,8 +71,9 @@ Transfer: TypeAlias = tuple[
 
 #: The bytes in flight that saturate a target: 100 Gb/s × 0.6 ms. One operation is never enough.
 _SATURATING_BYTES = 8 * MIB
-#: A new local load waits for the reads that its target has already started for peers. This limit on
-#: their bytes is still enough to saturate a target with 10 GB/s and a latency of 400 µs.
+#: The limit on bytes in flight for peers on a target: a new local load waits for the reads that its
+#: target has already started for peers. The limit still saturates a target with 10 GB/s and a
+#: latency of 400 µs.
 _SERVED_BYTES = 4 * MIB
 _SATURATING_OPS_MIN = 2
 _KINDS = tuple(OpKind)  # the kinds of operations, indexed by their numbers in the native machine
@@ -91,7 +92,7 @@ class TransferLimits:
     writes_in_flight_max: int = 32
     read_deadline_s: float = 5.0
     write_deadline_s: float = TUNING.write_deadline_ms / 1000
-    #: By target, and shared with the code that reattaches targets; None if no target can return.
+    #: The targets' health, shared with the code that reattaches them; None if no target can return.
     health: tuple[TargetHealth, ...] | None = None
     pool_slots: int = 0  # the number on this rank; 0 disables the check of places
     read_bytes_in_flight_max: int = TUNING.read_bytes_in_flight_max
@@ -101,9 +102,9 @@ class TransferLimits:
     #: The largest share of a target's reads and bytes in flight that peers may use. The rest is for
     #: this server's own loads. One read for a peer is always allowed.
     serve_share: float = 0.9
-    #: The limit on bytes in flight for peers; None for enough to keep a target busy (>= 2 slots).
+    #: The limit on bytes in flight for peers; None for a limit that keeps a target busy.
     serve_bytes_in_flight_max: int | None = None
-    #: Whether a load's copy verifies its payload, if the copy engine has checksums (machine.h).
+    #: Whether a load's copy verifies the payload if the copy engine can (`makes_checksums`).
     copies_check: bool = False
 
 
@@ -388,9 +389,9 @@ class TransferPipeline:
             self._io.submit([reset_op(token, target) for token, target in resets])
         for target, code, number in unwritten:
             logger.warning(
-                "target %d failed to write its superblock (%s): the reset continues, but until the "
-                "write succeeds or the target is reattached, later starts will not find chunks "
-                "stored there from now on",
+                "target %d failed to write its superblock (%s): the reset continues, but a later "
+                "start will not find chunks stored on this target from now on, unless the write "
+                "succeeds or the target is reattached",
                 target,
                 outcome_of(code, number),
             )
