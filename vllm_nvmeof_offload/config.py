@@ -101,10 +101,15 @@ def default_staging_bytes() -> int:
 
 
 def default_target(env: Mapping[str, str]) -> str:
+    return os.path.join(cache_home(env), "vllm-nvmeof", "pool")
+
+
+def cache_home(env: Mapping[str, str]) -> str:
+    """Return the user's cache directory; not an absolute path if the user has no home directory."""
     cache = env.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(cache):  # the XDG specification says to ignore relative paths
-        cache = os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
-    return os.path.join(cache, "vllm-nvmeof", "pool")
+    if os.path.isabs(cache):  # the XDG specification says to ignore relative paths
+        return cache
+    return os.path.join(env.get("HOME") or os.path.expanduser("~"), ".cache")
 
 
 def _parse_size(value: object) -> object:

@@ -25,6 +25,7 @@ from typing import Any, Final, TextIO, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload.config import cache_home
 from vllm_nvmeof_offload.errors import EngineError, install_extra
 from vllm_nvmeof_offload.native import core
 
@@ -388,9 +389,7 @@ def _read_own(path: Path) -> bytes:
 
 def cache_directory() -> Path:
     """Return the directory for compiled kernels and measured tables."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    if not os.path.isabs(base):  # the XDG specification ignores relative values
-        base = os.path.join(os.path.expanduser("~"), ".cache")
+    base = cache_home(os.environ)
     if not os.path.isabs(base):  # without a home directory nothing is saved
         base = os.devnull
     return Path(base) / "vllm-nvmeof" / "copy"
