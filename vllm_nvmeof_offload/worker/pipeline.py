@@ -131,15 +131,6 @@ class _Ticket(NamedTuple):
     sampled: npt.NDArray[np.uint8] | None
 
 
-@dataclass(slots=True)
-class _Moved:
-    """Totals for the copies in one direction since the counters were last read."""
-
-    operations: int = 0
-    size_bytes: int = 0
-    seconds: float = 0.0
-
-
 class TransferPipeline:
     """One rank's transfer pipeline, as described in the module's docstring."""
 
@@ -181,7 +172,6 @@ class TransferPipeline:
         self._passed = 0  # the number of the newest fence known to have passed
         self._open: dict[int, object] = {}  # the fences after that one, oldest first
         self._tickets: dict[int, _Ticket] = {}
-        self._loaded, self._stored = _Moved(), _Moved()
         self._levels: tuple[int, ...] = (0,) * 7
 
     def _serving_of(self, serve: Serve, staging: StagingMap) -> Serving:
@@ -320,11 +310,6 @@ class TransferPipeline:
             self._count_transfer("load", "pool", *reads)
         if writes[0]:
             self._count_transfer("store", "pool", *writes)
-        for direction, moved in (("load", self._loaded), ("store", self._stored)):
-            if moved.operations:
-                counts = moved.operations, moved.size_bytes, moved.seconds
-                self._count_transfer(direction, "gpu", *counts)
-        self._loaded, self._stored = _Moved(), _Moved()
         for target, size in enumerate(written):
             if size:
                 self._counters["target_written_bytes", str(target)] += size
@@ -462,13 +447,10 @@ class TransferPipeline:
 
     def _copied(self, ticket: _Ticket, outcome: Outcome) -> None:
         batch, direction, size_bytes, began_s, payloads, sampled = ticket
-        moved = self._loaded if direction is Direction.LOAD else self._stored
-        moved.operations += 1
-        moved.seconds += max(0.0, self._clock() - began_s)
-        if outcome.ok:
-            moved.size_bytes += size_bytes
-            if payloads is not None and sampled is not None:
-                self._add_crcs(payloads, sampled)
+        moved_bytes = size_bytes if outcome.ok else 0
+        self._count_transfer(direction.value, "gpu", 1, moved_bytes, self._clock() - began_s)
+        if outcome.ok and payloads is not None and sampled is not None:
+            self._add_crcs(payloads, sampled)
         crcs = None if payloads is None else payloads.crcs
         self._machine.copied(batch, code_of(outcome.kind), outcome.errno, crcs)
 
