@@ -352,8 +352,15 @@ class CrcKernel:
     """
 
     def __init__(
-        self, cuda: Cuda, kernel: int, chunks: Sequence[_Places], launch: Launch | None = None
+        self,
+        cuda: Cuda,
+        kernel: int,
+        chunks: Sequence[_Places],
+        launch: Launch | None = None,
+        *,
+        urgent: bool = False,
     ) -> None:
+        """urgent: whether the stream has priority."""
         self._cuda = cuda
         rows = np.concatenate(chunks)
         ends = np.cumsum(rows[:, 1])
@@ -367,7 +374,7 @@ class CrcKernel:
         prepared = self._kernel.prepare(pieces, self._payloads)
         assert prepared is not None
         self._checksums = prepared
-        self._stream = cuda.create_stream(launch is not None and launch.urgent)
+        self._stream = cuda.create_stream(urgent)
 
     def run(self) -> None:
         """Compute the CRCs of all parts for `join`."""
@@ -728,7 +735,6 @@ class Bench:
         if kernel is None:
             code = compile_kernels(world.cuda.facts.arch, CRC_BLOCKS)
             kernel = world.cuda.load_kernel(code, KERNEL_NAME)
-        launches = [Launch(*one) for one in settings.crc_launches]
         samples: list[Sample] = []
         for step, (size, per_chunk) in enumerate(settings.crc_chunks):
             what = f"CRC of {per_chunk} pieces of {size}"
@@ -739,12 +745,12 @@ class Bench:
             rows = np.split(np.ascontiguousarray(pieces[:, (0, 2)]), count)
             expected = [crc32c(chunk) for chunk in np.split(content, count)]
             with contextlib.ExitStack() as stack:
-                arms = {
-                    str(one): stack.enter_context(
-                        contextlib.closing(CrcKernel(world.cuda, kernel, rows, one))
-                    )
-                    for one in launches
-                }
+                arms = {}
+                for blocks, threads, size_max, urgent in settings.crc_launches:
+                    launch = Launch(blocks, threads, size_max)
+                    measured = CrcKernel(world.cuda, kernel, rows, launch, urgent=urgent)
+                    arm = f"{blocks}x{threads}, {size_max // MIB} MiB{', urgent' * urgent}"
+                    arms[arm] = stack.enter_context(contextlib.closing(measured))
                 for arm, chunks in arms.items():
                     chunks.run()
                     if chunks.join() != expected:

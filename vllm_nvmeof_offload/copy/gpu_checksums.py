@@ -45,17 +45,11 @@ _Counts = npt.NDArray[np.uint32]
 class Launch(NamedTuple):
     """The shape of a launch. The default was the best on an H200: 58 to 62 GB/s on an idle GPU; at
     12.5 GB/s it slowed a concurrent bf16 matrix product by 0.8 to 1.1 %. `blocks_max` (thread
-    blocks) and `bytes_max` are per launch, `threads` per block (at most 1024). `urgent` selects a
-    stream with priority."""
+    blocks) and `bytes_max` are per launch, `threads` per block (at most 1024)."""
 
     blocks_max: int = 8
     threads: int = 1024
     bytes_max: int = 24 * MIB
-    urgent: bool = False
-
-    def __str__(self) -> str:
-        size = f"{self.blocks_max}x{self.threads}, {self.bytes_max // MIB} MiB"
-        return size + (", urgent" if self.urgent else "")
 
 
 def kernel_tables() -> _Words:
@@ -197,7 +191,7 @@ class GpuChecksums:
 
     def launch(self, checksums: Checksums, stream: int) -> None:
         """Launch the checksums on `stream`. After a CudaError, some may be running."""
-        blocks_max, threads, bytes_max, _ = self._launch
+        blocks_max, threads, bytes_max = self._launch
         launches: list[tuple[int, ...]] = []
         for first, count in spans(checksums.sizes, bytes_max):
             at = checksums.run.first + first
