@@ -105,7 +105,7 @@ def default_target(env: Mapping[str, str]) -> str:
 
 
 def cache_home(env: Mapping[str, str]) -> str:
-    """Return the user's cache directory; not an absolute path if the user has no home directory."""
+    """Return the user's cache directory, a relative path if the user has no home directory."""
     cache = env.get("XDG_CACHE_HOME", "")
     if os.path.isabs(cache):  # the XDG specification says to ignore relative paths
         return cache
@@ -215,7 +215,7 @@ TUNING = Tuning()
 
 
 class OffloadConfig(BaseModel):
-    """All settings for one engine. Frozen, and the same in the scheduler and in every worker."""
+    """All settings for one engine, frozen and equal in the scheduler and in every worker."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 

@@ -465,7 +465,7 @@ class CudaCopyEngine:
             self._waker.wake()
 
     def _launch_held(self) -> None:
-        """Launch all held tickets. No others follow, so the stream may wait for fences."""
+        """Launch all held tickets. No ticket follows them, so the stream may wait for fences."""
         held, self._held = self._held, []
         for ticket in held:
             if self._pins.readiness(ticket.pieces[:, 1]) is Readiness.READY:

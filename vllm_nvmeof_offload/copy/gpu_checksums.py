@@ -190,7 +190,7 @@ class GpuChecksums:
         self._cuda.free_host(self._memory)
 
     def launch(self, checksums: Checksums, stream: int) -> None:
-        """Launch the checksums on `stream`. After a CudaError, some may be running."""
+        """Launch the checksums on `stream`. After a CudaError, some launches may be running."""
         blocks_max, threads, bytes_max = self._launch
         launches: list[tuple[int, ...]] = []
         for first, count in spans(checksums.sizes, bytes_max):

@@ -35,7 +35,7 @@ class Gpu:
 
 
 def read_gpus(sysfs: str = "/sys") -> tuple[Gpu, ...]:
-    """Read all GPUs; empty without `pynvml` or a working driver."""
+    """Return all GPUs; none without `pynvml` or a working driver."""
     try:
         nvml = importlib.import_module("pynvml")
     except ImportError:
@@ -77,7 +77,7 @@ def _gpu(nvml: Any, index: int, sysfs: str) -> Gpu:
 
 
 def _query(nvml: Any, call: str, *arguments: Any) -> Any:
-    """Call NVML; None if the GPU (for example, a virtual one) does not support the call."""
+    """Call NVML. Return None if the GPU, such as a virtual one, does not support the call."""
     with contextlib.suppress(AttributeError, nvml.NVMLError):
         return getattr(nvml, call)(*arguments)
 

@@ -253,7 +253,7 @@ _DECIMAL = re.compile(r"^[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 def read_text(*parts: str) -> str | None:
-    """Read an attribute, stripped; None if absent, unreadable or empty."""
+    """Read an attribute and strip it. Return None if it is absent, unreadable or empty."""
     return _read(*parts) or None
 
 
