@@ -371,8 +371,20 @@ class OpReports(_Message):
         return ops.tolist(), seconds.tolist()
 
 
-#: Verdicts on a target, from best to worst (`targets.health`). The first two are usable.
-VERDICTS = ("ok", "degraded", "suspect", "gone")
+class Verdict(enum.IntEnum):
+    """The verdicts on a target, from best to worst (`targets.health`)."""
+
+    OK = 0
+    DEGRADED = 1
+    SUSPECT = 2
+    GONE = 3
+
+    @property
+    def usable(self) -> bool:
+        return self <= Verdict.DEGRADED
+
+    def __str__(self) -> str:
+        return self.name.lower()
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,11 +393,7 @@ class VerdictReport(_Message):
 
     rank: int
     target: int
-    verdict: str
-
-    @property
-    def usable(self) -> bool:
-        return self.verdict in VERDICTS[:2]
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)

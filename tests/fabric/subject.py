@@ -255,7 +255,7 @@ class _Load:
                 case VerdictReport():
                     self.placement.verdict(report)
                     reason = self.health[report.target].reason
-                    self.parent.send("verdict", report.target, report.verdict, reason)
+                    self.parent.send("verdict", report.target, str(report.verdict), reason)
                 case RateReport():
                     self.placement.rate(report)
 

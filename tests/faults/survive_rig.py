@@ -24,12 +24,13 @@ from vllm_nvmeof_offload.protocol import (
     Report,
     ResetCommand,
     SlotIdentity,
+    Verdict,
     VerdictReport,
     WriteCommand,
     unpacked,
 )
 from vllm_nvmeof_offload.staging import StagingMap
-from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
+from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetWatcher
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
@@ -133,10 +134,7 @@ class Survivor:
     def wait_verdict(self, target: int, verdict: Verdict) -> None:
         """Wait until the verdict would be reported to the manager."""
         self.wait(
-            lambda r: (
-                isinstance(r, VerdictReport)
-                and (r.target, r.verdict, r.usable) == (target, verdict.value, verdict.usable)
-            )
+            lambda r: isinstance(r, VerdictReport) and (r.target, r.verdict) == (target, verdict)
         )
 
     def wait_until(self, condition: Callable[[], bool]) -> None:

@@ -18,8 +18,9 @@ from tests.small_disk import tmpfs
 from vllm_nvmeof_offload.errors import DEADLINE, OK, Outcome, io_error
 from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
+from vllm_nvmeof_offload.protocol import Verdict
 from vllm_nvmeof_offload.targets import reattach
-from vllm_nvmeof_offload.targets.health import FAILED_SLOTS_MAX, FAILURES_MAX, PathStates, Verdict
+from vllm_nvmeof_offload.targets.health import FAILED_SLOTS_MAX, FAILURES_MAX, PathStates
 from vllm_nvmeof_offload.targets.reattach import TargetPaths
 from vllm_nvmeof_offload.units import MIB
 

@@ -31,7 +31,7 @@ from vllm_nvmeof_offload.commands import print_json
 from vllm_nvmeof_offload.commands.exit_codes import FAILED
 from vllm_nvmeof_offload.commands.scrape import Metrics, ScrapeError, scrape_ours
 from vllm_nvmeof_offload.metrics import METRICS, PREFIX, Metric
-from vllm_nvmeof_offload.protocol import VERDICTS
+from vllm_nvmeof_offload.protocol import Verdict
 from vllm_nvmeof_offload.units import format_bytes, human_seconds, printable
 
 Reading: TypeAlias = dict[str, Any]
@@ -142,7 +142,7 @@ def _targets(now: Metrics, amounts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {
             "target": target,
             "path": paths.get(target, ""),
-            "verdict": VERDICTS[int(verdict)],
+            "verdict": str(Verdict(int(verdict))),
             "written_bytes": amounts["target_written_bytes"].get(target),
             "read_bytes_per_s": amounts["target_bytes_per_second"].get(f"{target} load"),
             "write_bytes_per_s": amounts["target_bytes_per_second"].get(f"{target} store"),
@@ -164,7 +164,7 @@ def _estimate(amounts: dict[str, Any]) -> dict[str, float | None]:
 
 def _attention(found: Reading) -> Iterator[str]:
     for one in found["targets"]:
-        if one["verdict"] != VERDICTS[0]:
+        if one["verdict"] != str(Verdict.OK):
             yield f"target {one['target']} ({one['path']}) is {one['verdict']}"
     amounts = found["metrics"]
     for name, key, says in _HOLES:
@@ -187,7 +187,7 @@ _STEPS = {
     "load pool": "pool to CPU memory",
     "load gpu": "CPU memory to GPU",
 }
-_VERDICT_STYLES = dict(zip(VERDICTS, ("green", "yellow", "red", "red"), strict=True))
+_VERDICT_STYLES = dict(zip(map(str, Verdict), ("green", "yellow", "red", "red"), strict=True))
 _UNKNOWN = "-"
 _BAR_COLUMNS = 16
 _TABLE_COLUMNS = 76

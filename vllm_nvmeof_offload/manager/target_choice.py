@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from vllm_nvmeof_offload.protocol import VERDICTS, RateReport, VerdictReport
+from vllm_nvmeof_offload.protocol import RateReport, VerdictReport
 
 if TYPE_CHECKING:
     from vllm_nvmeof_offload.native import Tiers
@@ -41,7 +41,7 @@ class Targets:
         """Record a verdict. Return whether the target's combined usability changed."""
         verdicts, target = self._verdicts[report.target], report.target
         verdicts[report.rank] = report
-        usable = all(one.usable for one in verdicts.values())
+        usable = all(one.verdict.usable for one in verdicts.values())
         if usable is (target not in self.suspects):
             return False
         (self.suspects.discard if usable else self.suspects.add)(target)
@@ -49,9 +49,9 @@ class Targets:
         return True
 
     def worst_verdicts(self) -> list[int]:
-        """Return, by target, the index of the worst verdict in `protocol.VERDICTS`."""
-        by_target = ([VERDICTS.index(v.verdict) for v in one.values()] for one in self._verdicts)
-        return [max(indices, default=0) for indices in by_target]
+        """Return the number of the worst `Verdict` by target."""
+        by_target = ((int(one.verdict) for one in ranks.values()) for ranks in self._verdicts)
+        return [max(numbers, default=0) for numbers in by_target]
 
     def rate(self, report: RateReport) -> None:
         ranks, target = self._rates[report.target], report.target

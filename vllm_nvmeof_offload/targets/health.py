@@ -24,32 +24,18 @@ reads verify header and CRC, so a wrong or outdated disk only causes misses.
 
 from __future__ import annotations
 
-import enum
 import errno
 from collections import Counter
 from dataclasses import dataclass, field
 
 from vllm_nvmeof_offload.errors import Outcome, OutcomeKind, Scope
-from vllm_nvmeof_offload.protocol import slot_of
+from vllm_nvmeof_offload.protocol import Verdict, slot_of
 
 #: After this many failures of target scope in a row in one direction, the target is gone.
 FAILURES_MAX = 3
 #: A single EIO can be a bad spot. After EIO on this many slots in a row, the target is gone.
 FAILED_SLOTS_MAX = 8
 _READ_ONLY = "its file system is read-only"
-
-
-class Verdict(enum.Enum):
-    """The verdicts, from best to worst."""
-
-    OK = "ok"
-    DEGRADED = "degraded"
-    SUSPECT = "suspect"
-    GONE = "gone"
-
-    @property
-    def usable(self) -> bool:
-        return self in (Verdict.OK, Verdict.DEGRADED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,8 @@ from vllm_nvmeof_offload.pool.folder import Folder
 from vllm_nvmeof_offload.pool.lease import DirectoryLock, FileId
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.slab import Slab
-from vllm_nvmeof_offload.targets.health import PathStates, TargetHealth, Verdict
+from vllm_nvmeof_offload.protocol import Verdict
+from vllm_nvmeof_offload.targets.health import PathStates, TargetHealth
 from vllm_nvmeof_offload.targets.prober import (
     DESCRIPTORS,
     MESSAGE_BYTES_MAX,
@@ -59,7 +60,6 @@ _ABANDONED_MAX = 4
 _LOOK_S = 1.0
 #: The minimum time after a logged verdict before another that is no worse is logged.
 _LOG_S_MIN = 10.0
-_FROM_BEST_TO_WORST = list(Verdict)
 _COMMAND = tuple(child_command("targets.prober"))
 
 
@@ -190,15 +190,14 @@ class Attachments:
     def _log_change(self, target: int) -> None:
         health, now_s = self._health[target], time.monotonic()
         (logged, when_s), verdict = self._logged[target], health.verdict
-        worse = _FROM_BEST_TO_WORST.index(verdict) > _FROM_BEST_TO_WORST.index(logged)
-        if verdict is logged or not (worse or now_s - when_s >= _LOG_S_MIN):
+        if verdict is logged or not (verdict > logged or now_s - when_s >= _LOG_S_MIN):
             return
         self._logged[target] = verdict, now_s
         path = self._pool.directories[target].parents[2]
         if verdict is Verdict.OK:
             logger.info("target %s is ok again", path)
         else:
-            logger.warning("target %s is %s: %s", path, verdict.value, health.reason)
+            logger.warning("target %s is %s: %s", path, verdict, health.reason)
 
 
 class _Probe:

@@ -53,11 +53,12 @@ from vllm_nvmeof_offload.protocol import (
     ResetCommand,
     SessionsCommand,
     Urgency,
+    Verdict,
     VerdictReport,
     WriteCommand,
 )
 from vllm_nvmeof_offload.staging import StagingMap
-from vllm_nvmeof_offload.targets.health import TargetHealth, Verdict
+from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB
 from vllm_nvmeof_offload.worker.peer_reads import Peering, PeerLinks, Peers, Serve, Serving
 from vllm_nvmeof_offload.worker.regions import RegionOpener, Regions
@@ -415,7 +416,7 @@ class TransferPipeline:
             verdict = health.verdict
             if verdict is not self._verdicts[target]:
                 self._verdicts[target] = verdict
-                changed.append(VerdictReport(self._limits.rank, target, verdict.value))
+                changed.append(VerdictReport(self._limits.rank, target, verdict))
         return changed
 
     # -- copies -----------------------------------------------------------------------

@@ -37,11 +37,11 @@ from vllm_nvmeof_offload.pool.format import SLAB_FILE, SlotPlace, Superblock, re
 from vllm_nvmeof_offload.pool.pool import Background, Pool
 from vllm_nvmeof_offload.protocol import (
     AttachCommand,
+    Verdict,
     owner_of,
     slot_of,
     target_of,
 )
-from vllm_nvmeof_offload.targets.health import Verdict
 
 _OPENING_MAX = 64  # the maximum number of attaches in progress; others fail with EAGAIN
 _OPENERS = 8  # the number of threads that open files, and so of opens that can hang

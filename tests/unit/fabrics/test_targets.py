@@ -18,12 +18,12 @@ from tests.process import numbers_from, wait_until
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, OK, Outcome, io_error
 from vllm_nvmeof_offload.pool.lease import boot_ns
+from vllm_nvmeof_offload.protocol import Verdict
 from vllm_nvmeof_offload.targets.health import (
     FAILED_SLOTS_MAX,
     FAILURES_MAX,
     PathStates,
     TargetHealth,
-    Verdict,
 )
 from vllm_nvmeof_offload.targets.prober import ProbeAnswer, ProbeRequest
 from vllm_nvmeof_offload.targets.reattach import Attachments, TargetPaths, TargetWatcher

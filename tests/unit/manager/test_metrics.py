@@ -52,6 +52,7 @@ from vllm_nvmeof_offload.protocol import (
     LevelReport,
     RankHello,
     RateReport,
+    Verdict,
     VerdictReport,
     target_of,
 )
@@ -248,7 +249,7 @@ def test_the_first_chunk_that_is_lost_before_its_write_is_logged(
 ) -> None:
     bench = Bench(cache=2)
     failure_log = FailureLog(bench.core, TARGETS, lambda: bench.now_s)
-    bench.core.report([VerdictReport(0, 0, "suspect")])
+    bench.core.report([VerdictReport(0, 0, Verdict.SUSPECT)])
     bench.store(1, 2)
     failure_log.log_new()
     for number in (3, 4):

@@ -23,10 +23,10 @@ from vllm_nvmeof_offload.manager.request_log import RequestLog, Start
 from vllm_nvmeof_offload.manager.requests import WaitingRequests
 from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import (
-    VERDICTS,
     CancelCommand,
     FetchCommand,
     RateReport,
+    Verdict,
     VerdictReport,
 )
 
@@ -537,9 +537,9 @@ def test_a_fetch_of_its_chunks_voids_it_when_it_begins_and_when_it_ends() -> Non
 
 def test_a_verdict_a_reset_and_a_failure_void_it() -> None:
     asked = Asked(pooled=True)
-    asked.core.report([VerdictReport(0, 0, VERDICTS[-1])])
+    asked.core.report([VerdictReport(0, 0, Verdict.GONE)])
     assert asked.recall() is None
-    asked.core.report([VerdictReport(0, 0, VERDICTS[0])])
+    asked.core.report([VerdictReport(0, 0, Verdict.OK)])
     assert asked.recall() is None, "there was nothing to remember"
     asked.ask()
     assert asked.recall() == 2 * T

@@ -17,7 +17,7 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.protocol import OpKind, ResetCommand, VerdictReport
+from vllm_nvmeof_offload.protocol import OpKind, ResetCommand, Verdict, VerdictReport
 from vllm_nvmeof_offload.targets.health import TargetHealth
 
 from .bench import NO_EPOCH, READ_S, TAG, WRITE_S, Bench, identity
@@ -29,12 +29,12 @@ def test_a_deadline_gives_the_outcome_at_once_and_the_slot_later() -> None:
     bench.hang()
     assert bench.reports() == [
         Reported(1, 0, DEADLINE, released=False),
-        VerdictReport(0, 0, "suspect"),
+        VerdictReport(0, 0, Verdict.SUSPECT),
     ]
     assert bench.finished() == [(1, ((0, DEADLINE),))]
     assert not bench.pipeline.idle()
     bench.io_done()
-    assert bench.reports() == [Reported(1, 0, None), VerdictReport(0, 0, "ok")]
+    assert bench.reports() == [Reported(1, 0, None), VerdictReport(0, 0, Verdict.OK)]
     assert bench.idle()
 
 

@@ -31,13 +31,14 @@ from vllm_nvmeof_offload.protocol import (
     ResetCommand,
     SlotIdentity,
     Urgency,
+    Verdict,
     WriteCommand,
     owned_by,
     owner_of,
     slot_of,
     target_of,
 )
-from vllm_nvmeof_offload.targets.health import FAILED_SLOTS_MAX, FAILURES_MAX, TargetHealth, Verdict
+from vllm_nvmeof_offload.targets.health import FAILED_SLOTS_MAX, FAILURES_MAX, TargetHealth
 from vllm_nvmeof_offload.worker.regions import FoundPool, OpenRegions
 
 from .bench import READ_S, REGION_SLOTS, STRIDE, TAG, Bench, identity
