@@ -14,26 +14,31 @@ from vllm_nvmeof_offload.groups import GroupKind
 _CHUNK_TOKENS_MAX = 256
 
 
-def chunk_blocks(config: OffloadConfig, block_bytes: int, block_tokens: int) -> int:
+def chunk_blocks(
+    config: OffloadConfig, block_bytes: int, block_tokens: int, stages: int = 1
+) -> int:
     """Return the blocks per chunk: the configured number, or enough for `chunk_bytes_min` within
-    the token limit. `block_bytes` is a block's size on one rank, `block_tokens` its token count."""
+    the token limit. `block_bytes` is a block's size on one rank, `block_tokens` its token count.
+    Pipeline stages differ in bytes per block, so with several `stages` only the token limit
+    applies."""
     if config.blocks_per_chunk is not None:
         return config.blocks_per_chunk
     if config.block_size is not None:
         return max(1, config.block_size // block_tokens)
-    wanted = -(-config.chunk_bytes_min // max(1, block_bytes))
-    return max(1, min(wanted, _CHUNK_TOKENS_MAX // block_tokens))
+    limit = _CHUNK_TOKENS_MAX // block_tokens
+    wanted = -(-config.chunk_bytes_min // max(1, block_bytes)) if stages == 1 else limit
+    return max(1, min(wanted, limit))
 
 
 def blocks_of_chunk(
-    config: OffloadConfig, groups: Sequence[GroupBlocks], block_bytes: int
+    config: OffloadConfig, groups: Sequence[GroupBlocks], block_bytes: int, stages: int
 ) -> tuple[int, str]:
     """Return the number of blocks per chunk, and a warning if it does not suit all groups, else "".
 
     Only a configured number can be unsuitable. Raises ConfigError if that number cannot work.
-    `block_bytes` is as in `chunk_blocks`.
+    `block_bytes` and `stages` are as in `chunk_blocks`.
     """
-    blocks = chunk_blocks(config, block_bytes, groups[0].block_tokens)
+    blocks = chunk_blocks(config, block_bytes, groups[0].block_tokens, stages)
     fitting = blocks_that_fit(groups, blocks)
     keys = ("blocks_per_chunk", "block_size")
     given = next((key for key in keys if getattr(config, key) is not None), "")

@@ -283,9 +283,7 @@ def _check_model(found: Configured, shape: ModelShape, kv_dtype: str, given: dic
         raise ConfigError("model", shape.name, f"{sizes.refusal.what}; {sizes.refusal.remedy}")
     plan = sizes.plan
     groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in plan.stored]
-    # Pipeline stages differ in bytes per block, so only the token limit applies.
-    block_bytes = plan.stride_bytes() if len(plan.stages) == 1 else 1
-    blocks, problem = blocks_of_chunk(config, groups, block_bytes)
+    blocks, problem = blocks_of_chunk(config, groups, plan.stride_bytes(), len(plan.stages))
     if problem:
         found.warnings.append(problem)
     sizes = KvSizes(shape, replace(deployment, blocks_per_chunk=blocks))

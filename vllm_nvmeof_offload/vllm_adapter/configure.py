@@ -374,14 +374,13 @@ def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
     from vllm_nvmeof_offload.vllm_adapter.groups import blocks_of
 
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config
-    groups = blocks_of(kv_cache_config, vllm_config.parallel_config.decode_context_parallel_size)
-    # Pipeline stages differ in bytes per block, so only the token limit applies.
-    block_bytes = 1
-    if vllm_config.parallel_config.pipeline_parallel_size == 1:
-        placed = kv_cache_config.kv_cache_tensors[0]
-        block_bytes = placed.size // max(1, kv_cache_config.num_blocks)
+    parallel = vllm_config.parallel_config
+    groups = blocks_of(kv_cache_config, parallel.decode_context_parallel_size)
+    size = sum(placed.size for placed in kv_cache_config.kv_cache_tensors[:1])  # 0: no KV layers
+    block_bytes = size // max(1, kv_cache_config.num_blocks)
     config = parse_config(extra)
-    blocks, problem = blocks_of_chunk(config, groups, block_bytes)
+    stages = parallel.pipeline_parallel_size
+    blocks, problem = blocks_of_chunk(config, groups, block_bytes, stages)
     if problem:
         logger.warning("nvmeof: %s", problem)
     if config.block_size is None:

@@ -97,7 +97,7 @@ def slot_bytes_estimate(vllm_config: Any, config: Any) -> int | None:
         logger.debug("no estimate of the slot size: %s", error)
         return None
     block_bytes = values * value_bytes * layers * cache.block_size
-    blocks = chunk_blocks(config, block_bytes, cache.block_size)
+    blocks = chunk_blocks(config, block_bytes, cache.block_size, parallel.pipeline_parallel_size)
     return slot_stride_bytes(block_bytes * blocks)
 
 

@@ -346,7 +346,7 @@ def test_a_gpu_is_served_without_the_kernels_compiler(monkeypatch: pytest.Monkey
     assert refused("cuda") == ""
 
 
-def _estimate(is_hybrid: bool = False, **text_config: Any) -> int | None:
+def _estimate(is_hybrid: bool = False, stages: int = 1, **text_config: Any) -> int | None:
     """Of four layers with two heads of 64 values, in blocks of 16 tokens and 2 bytes per value."""
     model = SimpleNamespace(
         is_hybrid=is_hybrid,
@@ -360,15 +360,17 @@ def _estimate(is_hybrid: bool = False, **text_config: Any) -> int | None:
     config: Any = SimpleNamespace(
         model_config=model,
         cache_config=SimpleNamespace(block_size=16, cache_dtype="auto"),
-        parallel_config=None,
+        parallel_config=SimpleNamespace(pipeline_parallel_size=stages),
     )
-    return slot_bytes_estimate(config, OffloadConfig(blocks_per_chunk=2))
+    return slot_bytes_estimate(config, OffloadConfig(blocks_per_chunk=2 if stages == 1 else None))
 
 
 def test_one_group_of_full_attention_has_an_estimate() -> None:
     block_bytes = 2 * 2 * 64 * 2 * 4 * 16
     assert _estimate() == HEADER_BYTES + 2 * block_bytes
     assert _estimate(sliding_window=None, layer_types=["full_attention"] * 4) is not None
+    # Chunks of a pipeline stage have as many blocks as fit into 256 tokens.
+    assert _estimate(stages=2) == HEADER_BYTES + 256 // 16 * block_bytes
 
 
 @pytest.mark.parametrize(

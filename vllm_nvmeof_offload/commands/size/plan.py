@@ -100,9 +100,8 @@ class Plan:
             return given or 1
         if given is not None and given > 1 and (reason := why_one_block(groups)):
             raise ConfigError("--blocks-per-chunk", given, f"{reason}; leave it out")
-        # Pipeline stages differ in bytes per block, so only the token limit applies.
-        block_bytes = self.stride_bytes() if len(self.stages) == 1 else 1
-        wanted = chunk_blocks(OffloadConfig(), block_bytes, groups[0].block_tokens)
+        shape = self.stride_bytes(), groups[0].block_tokens, len(self.stages)
+        wanted = chunk_blocks(OffloadConfig(), *shape)
         return given or blocks_that_fit(groups, wanted)
 
 
