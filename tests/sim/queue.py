@@ -108,7 +108,7 @@ class SimQueue:
 
     def limit_s(self, request: Request) -> float | None:
         attempt = self.waiting.look_ups.attempt(str(request))
-        return None if attempt is None else attempt.limit_s
+        return None if attempt is None else attempt.decision.limit_s
 
     def allocated(self, request: Request, loaded: int) -> bool:
         """The request got its blocks, and loads so many tokens; return whether it was preempted

@@ -66,8 +66,9 @@ class Find:
 @dataclass(frozen=True, slots=True)
 class Decision:
     """A decision to load or, if `load` is False, to recompute. `predicted_s` is the loading time at
-    a slowness of 1, or 0 if unknown. `limit_s` is the time after which the load is cut off.
-    `expected_s` is the loading time at the slowness so far, and `compute_s` the computing time."""
+    a slowness of 1, or 0 if unknown or declined. `limit_s` is the time after which the load is cut
+    off. `expected_s` is the loading time at the slowness so far, and `compute_s` the computing
+    time."""
 
     load: bool
     predicted_s: float = 0.0
@@ -79,19 +80,16 @@ class Decision:
 @dataclass(frozen=True, slots=True)
 class Attempt:
     """The decision on a hit after `local` tokens in GPU memory: `tokens` are loaded, and `declined`
-    are found but not loaded. `helpers` is as in `LoadCommand`, other fields as in `Decision`."""
+    are found but not loaded. `helpers` is as in `LoadCommand`."""
 
     local: int
     tokens: int
     declined: int
-    limit_s: float | None
+    decision: Decision
     helpers: int | None = None
-    predicted_s: float = 0.0
-    expected_s: float = 0.0
-    compute_s: float = 0.0
 
     @property
-    def decision(self) -> str:
+    def result(self) -> str:
         if not self.declined:
             return "load"
         return "partial" if self.tokens else "recompute"
@@ -146,10 +144,10 @@ class Admission:
         else:
             self.reading = self.slowness <= 1
         expected_s = self.slowness * predicted_s
+        if not self.reading:
+            return Decision(load=False, expected_s=expected_s, compute_s=compute_s)
         limit_s = max(_LIMIT_S_MIN, _LIMIT_FACTOR * (compute_s + self.step_s))
-        return Decision(
-            self.reading, predicted_s, limit_s if self.reading else None, expected_s, compute_s
-        )
+        return Decision(True, predicted_s, limit_s, expected_s, compute_s)
 
     def loaded(self, seconds: float, predicted_s: float, *, missed: bool, late: bool) -> None:
         """Learn from a load that took `seconds`, with the decision's `predicted_s`. `missed`: some

@@ -177,20 +177,16 @@ class RequestLookUps:
         local, found = answer.question.local, answer.found or 0
         known = self._requests.setdefault(request_id, _LookedUp())
         self._core.reload.looked_up(request_id, local // self.tokens_per_chunk if self.full else 0)
-        attempt = Attempt(local, found, 0, None, self._helpers_of(request_id))
+        decision = Decision(load=True)
         if found and self._core.admission.automatic:
             decision = self._decide(request_id, answer, found)
-            expected_s, compute_s = decision.expected_s, decision.compute_s
-            attempt = replace(attempt, expected_s=expected_s, compute_s=compute_s)
-            if decision.load:
-                limit_s, predicted_s = decision.limit_s, decision.predicted_s
-                attempt = replace(attempt, limit_s=limit_s, predicted_s=predicted_s)
-            else:
-                attempt = replace(attempt, tokens=0, declined=found)
             self._log_change()
+        tokens = found if decision.load else 0
+        helpers = self._helpers_of(request_id)
+        attempt = Attempt(local, tokens, found - tokens, decision, helpers)
         known.attempt = attempt if found else None  # None clears the decision on an earlier hit
         known.boundary = local + found
-        self._offered(request_id, local, attempt.tokens)
+        self._offered(request_id, local, tokens)
         return attempt
 
     def declined(self, request_id: str, tokens: int) -> None:

@@ -163,7 +163,7 @@ class WaitingRequests:
         elsewhere = attempt is not None and attempt.tokens > 0 and not loaded
         counters = self._core.counters
         if attempt is not None and not elsewhere:
-            counters["admissions", attempt.decision] += 1
+            counters["admissions", attempt.result] += 1
             counters["recomputed_tokens", "declined"] += attempt.declined
         beyond = 0
         if self._limited and found is not None and not elsewhere:
@@ -186,8 +186,8 @@ class WaitingRequests:
             loaded_tokens=loaded,
             declined_tokens=attempt.declined if attempt else 0,
             no_boundary_tokens=beyond,
-            expected_load_seconds=attempt.expected_s if attempt else 0.0,
-            expected_compute_seconds=attempt.compute_s if attempt else 0.0,
+            expected_load_seconds=attempt.decision.expected_s if attempt else 0.0,
+            expected_compute_seconds=attempt.decision.compute_s if attempt else 0.0,
             chunk_tokens=self.look_ups.tokens_per_chunk,
             limits=_limits_of(self._requests.get(request_id)),
             load=self._core.planned if loaded else None,

@@ -198,11 +198,11 @@ class NVMeoFOffloadingManager(OffloadingManager):
             tokens = range(attempt.local, attempt.local + attempt.tokens)
             command = self.core.prepare_load(
                 wanted,
-                attempt.limit_s,
+                attempt.decision.limit_s,
                 tokens=tokens,
                 ends=ends,
                 helpers=attempt.helpers,
-                predicted_s=attempt.predicted_s,
+                predicted_s=attempt.decision.predicted_s,
                 client=state.client,
             )
         state.loaded, state.ends = command.batch, ends

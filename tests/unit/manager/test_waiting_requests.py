@@ -17,7 +17,7 @@ from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.boundary import wanted
 from vllm_nvmeof_offload.manager.core import FROM_CPU, FROM_POOL
-from vllm_nvmeof_offload.manager.load_or_recompute import Attempt
+from vllm_nvmeof_offload.manager.load_or_recompute import Attempt, Decision
 from vllm_nvmeof_offload.manager.look_up import Answer, Question, Queue, RequestLookUps
 from vllm_nvmeof_offload.manager.request_log import RequestLog, Start
 from vllm_nvmeof_offload.manager.requests import WaitingRequests
@@ -187,8 +187,8 @@ def test_a_hit_on_a_pool_whose_speed_is_unknown_is_loaded() -> None:
     lobby = Lobby()
     lobby.bench.in_the_pool(0, 1)
     lobby.add("a", 0, 1, prefetch=False)
-    assert lobby.decide("a", 0, 20) == Attempt(0, 20, 0, None)
-    assert lobby.allocated("a") == Attempt(0, 20, 0, None)
+    assert lobby.decide("a", 0, 20) == Attempt(0, 20, 0, Decision(load=True))
+    assert lobby.allocated("a") == Attempt(0, 20, 0, Decision(load=True))
     assert lobby.allocated("a") is None, "once"
 
 
@@ -216,8 +216,8 @@ def test_a_hit_on_a_fast_pool_has_a_limit_until_it_is_allocated() -> None:
     lobby.bench.in_the_pool(0, 1)
     lobby.add("a", 0, 1, prefetch=False)
     attempt = lobby.decide("a", 0, 20)
-    assert (attempt.tokens, attempt.decision) == (20, "load")
-    assert attempt.limit_s == pytest.approx(4.0)
+    assert (attempt.tokens, attempt.result) == (20, "load")
+    assert attempt.decision.limit_s == pytest.approx(4.0)
     assert lobby.look_ups.attempt("a") == attempt
     lobby.allocated("a")
     assert lobby.look_ups.attempt("a") is None
@@ -229,7 +229,7 @@ def test_a_slow_pool_is_declined_and_a_few_chunks_are_read_in_the_background() -
     lobby.slow()
     lobby.add("a", *range(6), prefetch=False)
     attempt = lobby.decide("a", 0, 60)
-    assert (attempt.tokens, attempt.declined, attempt.decision) == (0, 60, "recompute")
+    assert (attempt.tokens, attempt.declined, attempt.result) == (0, 60, "recompute")
     assert lobby.fetched() == [], "the found chunks are not pinned yet"
     lobby.run()
     assert lobby.fetched() == [0, 1, 2, 3]
@@ -246,7 +246,7 @@ def test_a_load_of_leading_cached_chunks_can_begin_inside_a_chunk() -> None:
     lobby.add("a", 0, 1, 2, 3, prefetch=False)
     assert lobby.admit("a", 0, 40).tokens == 20
     attempt = lobby.admit("a", 5, 35)
-    assert (attempt.tokens, attempt.declined, attempt.decision) == (15, 20, "partial")
+    assert (attempt.tokens, attempt.declined, attempt.result) == (15, 20, "partial")
     attempt = lobby.admit("a", 20, 20)
     assert (attempt.tokens, attempt.declined) == (0, 20)
     assert lobby.admit("a", 25, 15).tokens == 0
@@ -257,7 +257,7 @@ def test_automatic_admission_off_loads_everything() -> None:
     lobby.bench.in_the_pool(0)
     lobby.slow()
     lobby.add("a", 0, prefetch=False)
-    assert lobby.decide("a", 0, 10) == Attempt(0, 10, 0, None)
+    assert lobby.decide("a", 0, 10) == Attempt(0, 10, 0, Decision(load=True))
 
 
 def test_a_probe_does_not_evict_what_the_attempt_is_about_to_load() -> None:
@@ -270,7 +270,7 @@ def test_a_probe_does_not_evict_what_the_attempt_is_about_to_load() -> None:
     lobby.add("a", 0, 1, 2, 3, 4, 5, prefetch=False)
     attempt = lobby.admit("a", 0, 60)
     assert attempt.tokens == 20
-    lobby.core.prepare_load(keys_of(0, 1), attempt.limit_s)
+    lobby.core.prepare_load(keys_of(0, 1), attempt.decision.limit_s)
 
 
 def test_a_decision_on_a_hit_is_void_when_the_hit_is_gone() -> None:
@@ -426,7 +426,7 @@ def test_what_is_found_is_weighed_over_all_groups() -> None:
     lobby.bench.in_the_pool(*range(4), *range(50, 54))
     lobby.slow()
     lobby.add("a", *range(4), prefetch=False)
-    assert lobby.decide("a", 0, 40).decision == "recompute"
+    assert lobby.decide("a", 0, 40).result == "recompute"
     lobby.run()
     assert lobby.fetched() == [0, 1, 2, 3]
 
@@ -614,20 +614,20 @@ def test_admission_decides_again_after_50_ms_or_when_it_has_changed() -> None:
     asked.core.report([RateReport(rank, 0, 1e6, 1e6) for rank in range(bench.ranks)])
     admission.prefill_rate = 1.0
     first = asked.decide("a", 0, 2 * T)
-    assert first.decision == "load"
+    assert first.result == "load"
     bench.now_s += 0.03
     assert asked.decide("a", 0, 2 * T) == first
     admission.prefill_rate = 1e9  # computing is faster now
     assert asked.decide("a", 0, 2 * T) == first
     bench.now_s += 0.03
-    assert asked.decide("a", 0, 2 * T).decision == "recompute"
+    assert asked.decide("a", 0, 2 * T).result == "recompute"
     declined = asked.look_ups.take_declined()
     assert declined
-    assert asked.decide("a", 0, 2 * T).decision == "recompute"
+    assert asked.decide("a", 0, 2 * T).result == "recompute"
     assert asked.look_ups.take_declined() == declined, "they are probed in each step"
     admission.reading = True  # another request's decision
     admission.prefill_rate = 1.0
-    assert asked.decide("a", 0, 2 * T).decision == "load"
+    assert asked.decide("a", 0, 2 * T).result == "load"
 
 
 def test_a_hit_that_the_tiers_do_not_have_is_not_remembered() -> None:
