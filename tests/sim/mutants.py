@@ -17,7 +17,7 @@ from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.geometry import CacheTensor
 from vllm_nvmeof_offload.errors import OK, Outcome
 from vllm_nvmeof_offload.groups import Group
-from vllm_nvmeof_offload.manager import core, handshake, hold_and_prefetch
+from vllm_nvmeof_offload.manager import core, handshake
 from vllm_nvmeof_offload.manager.core import ManagerCore
 from vllm_nvmeof_offload.manager.handshake import Agreement
 from vllm_nvmeof_offload.manager.hold_and_prefetch import Holds, ReloadScheduler
@@ -231,7 +231,7 @@ def native(*names: str) -> None:
     for name in names:
         MUTANTS[name] = lambda: [
             (core, "Tiers", tests_build.Tiers),
-            (hold_and_prefetch, "Holds", tests_build.Holds),
+            (core, "Holds", tests_build.Holds),
             (follower, "Foreign", tests_build.Foreign),
             (pipeline, "Machine", tests_build.Machine),
             (pipeline, "MachineOptions", tests_build.MachineOptions),
@@ -559,7 +559,7 @@ def pending_work_never_ends() -> list[Patch]:
 def reset_keeps_the_entries() -> list[Patch]:
     def reset(self: Any) -> None:
         op = self._ledger.open(core.OpKind.RESET)
-        command = ResetCommand(op.number, self._tag, self.config.weights_never_change)
+        command = ResetCommand(op.number, self.name[0], self.config.weights_never_change)
         self._unsent.append(command)
 
     return [(core.ManagerCore, "reset", reset)]
@@ -957,7 +957,7 @@ def reset_keeps_the_holds() -> list[Patch]:
         def reset(self) -> None:
             pass
 
-    return [(hold_and_prefetch, "Holds", Keeps)]
+    return [(core, "Holds", Keeps)]
 
 
 @mutant

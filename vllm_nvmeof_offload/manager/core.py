@@ -36,10 +36,10 @@ from vllm_nvmeof_offload.manager.boundary import prefix_order
 from vllm_nvmeof_offload.manager.eviction import MakePolicy
 from vllm_nvmeof_offload.manager.handshake import Agreement, CoreConfig, WritePolicy
 from vllm_nvmeof_offload.manager.hold_and_prefetch import (
+    ROOM_SHARE,
     Reason,
     ReloadScheduler,
     count_fetches,
-    make_holds,
 )
 from vllm_nvmeof_offload.manager.ledger import Entry, Ledger, Op, Source, State, columns_of
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Find, LoadTimes
@@ -47,7 +47,7 @@ from vllm_nvmeof_offload.manager.request_log import LoadRecord, RequestLog
 from vllm_nvmeof_offload.manager.stores import StoreThreshold
 from vllm_nvmeof_offload.manager.target_choice import Targets
 from vllm_nvmeof_offload.metrics import Counts, Series
-from vllm_nvmeof_offload.native import Batch, Foreign, LookUps, Tiers, Whereabouts
+from vllm_nvmeof_offload.native import Batch, Foreign, Holds, LookUps, Tiers, Whereabouts
 from vllm_nvmeof_offload.protocol import (
     OURS,
     SESSION,
@@ -155,9 +155,9 @@ class ManagerCore:
         self.config = config
         self.capacity = capacity = agreement.capacity
         assert len(capacity.group_bytes) == len(config.groups), "ranks of another model"
-        self._tag = agreement.tag  # the share tag of the weights; empty if they have no name
-        #: Whether a reset keeps the tag, because the weights were named or never change.
-        self._is_named = config.weights_never_change
+        #: The weights' share tag, empty if they have no name, and whether a reset keeps it, because
+        #: the weights were named or never change.
+        self.name = agreement.tag, config.weights_never_change
         self._lane_bytes = list(capacity.lane_bytes)
         self._land_max = int(config.land_cache_share * capacity.cache_slots)
         self._counters = Counts()
@@ -170,13 +170,13 @@ class ManagerCore:
         self._clock, self._wall_clock = clock, wall_clock
         self._ledger = Ledger(config.world_size, clock, prompts_s)
         self._foreign = foreign
-        self._shared_tag = self._tag  # the tag that others' chunks must have; empty for none
+        self._shared_tag = agreement.tag  # the tag that others' chunks must have; empty for none
         self._began: ResetCommand | None = None  # the reset that introduced this tag
         if foreign is not None:
-            foreign.set_tag(self._tag)
+            foreign.set_tag(agreement.tag)
         self._tiers = tiers = self._make_tiers(policy)
         self._unsent: list[Command] = []
-        self._holds = holds = make_holds(tiers)
+        self._holds = holds = Holds(tiers, max(1, int(ROOM_SHARE * tiers.cache_slots)))
         cancel = partial(_cancel_fetches, tiers, self._ledger, self._unsent)
         #: The caller notifies this object when a request starts or stops waiting.
         self.reload = ReloadScheduler(config, capacity, tiers, holds, cancel, clock)
@@ -533,7 +533,7 @@ class ManagerCore:
     def _reported_whole(self, report: OpReports) -> None:
         """Apply a rank's report that all rows of several ops are OK and released."""
         ops, batches = [], []
-        for op in self._ledger.named(report.columns()[0]):
+        for op in map(self._ledger.__getitem__, report.columns()[0]):
             if op.batch is None:
                 self._reported(op, OpReport(op.number))
                 continue
@@ -685,23 +685,12 @@ class ManagerCore:
 
     def weights_changed(self) -> None:
         """Forget the weights' name, so that no later start adopts chunks. A reset must follow."""
-        self._tag, self._is_named = b"", False
+        self.name = b"", False
 
     def name_weights(self, tag: bytes) -> bool:
         """Set the weights' share tag. Return whether it is new; if so, a reset must follow."""
-        if self._is_named and self._tag == tag:
-            return False
-        self._tag, self._is_named = tag, True
-        return True
-
-    @property
-    def name(self) -> tuple[bytes, bool]:
-        """The weights' share tag, empty if they have no name, and whether a reset keeps it."""
-        return self._tag, self._is_named
-
-    @name.setter
-    def name(self, name: tuple[bytes, bool]) -> None:
-        self._tag, self._is_named = name
+        before, self.name = self.name, (tag, True)
+        return self.name != before
 
     @property
     def is_storing(self) -> bool:
@@ -712,9 +701,11 @@ class ManagerCore:
         """Drop every entry, including those on disk. Slots become free as the ranks release them.
         With `same_weights`, later chunks keep the share tag. Return False if nothing was left to
         drop and a reset is already queued."""
-        tag = self._shared_tag if same_weights else self._tag if self._is_named else b""
+        tag, is_kept = self.name
+        tag = self._shared_tag if same_weights else tag if is_kept else b""
         last = self._unsent[-1] if self._unsent else None
-        if isinstance(last, ResetCommand) and _tag_of(last) == tag and not self._tiers:
+        is_repeated = isinstance(last, ResetCommand) and tag == (last.tag if last.named else b"")
+        if is_repeated and not self._tiers:
             if self._foreign is not None and last is not self._began:
                 self._tiers.reset()  # other engines may have offered more chunks since
             return False  # a weight update may call this once per piece
@@ -801,8 +792,3 @@ def _cancel_fetches(
     for row in rows:
         tiers.detach(batch, row)
     unsent.append(CancelCommand(number, np.array(rows, np.uint32)))
-
-
-def _tag_of(command: ResetCommand) -> bytes:
-    """Return the share tag that a reset gives to later chunks; empty if the tag is random."""
-    return command.tag if command.named else b""

@@ -166,11 +166,13 @@ def agree(hellos: Sequence[RankHello]) -> Agreement:
     for hello in hellos:
         assert tuple(of_rank.group for of_rank in hello.groups) == groups, "ranks of other models"
     pool_slots = min(h.pool_slots for h in hellos)
+    by_rank = [[slot_stride_bytes(g.payload_bytes) for g in hello.groups] for hello in hellos]
+    group_bytes = tuple(max(of_group) for of_group in zip(*by_rank, strict=True))
     capacity = Capacity(
         min(CACHE_ROWS_MAX, *(h.cache_slots for h in hellos)),
         slots_by_target(pool_slots, first.target_count),
         first.slot_bytes,
-        _group_bytes(hellos) if groups else (first.slot_bytes,),
+        group_bytes or (first.slot_bytes,),
         _set_sizes(hellos) if groups else (1,),
     )
     found = max(len(h.adopted) for h in hellos)
@@ -242,11 +244,6 @@ def _of_groups(entries: AdoptedEntries, ids: Sequence[int]) -> AdoptedEntries:
         return entries
     found = group_ids_of(entries.keys, len(entries))
     return _take(entries, np.flatnonzero(np.isin(found, ids)))
-
-
-def _group_bytes(hellos: Sequence[RankHello]) -> tuple[int, ...]:
-    by_rank = [[slot_stride_bytes(g.payload_bytes) for g in hello.groups] for hello in hellos]
-    return tuple(max(of_group) for of_group in zip(*by_rank, strict=True))
 
 
 def _in_order(adopted: AdoptedEntries) -> AdoptedEntries:

@@ -40,7 +40,7 @@ class Reason(enum.IntEnum):
 
 #: The ways in which a fetch ends: values of the metric's `how` label, in the order in holds.h.
 _ENDS = ("used", "wasted", "cancelled", "failed", "probe")
-_ROOM_SHARE = 0.125  # the share of slots that stays evictable, so that new chunks find room
+ROOM_SHARE = 0.125  # the share of slots that stays evictable, so that new chunks find room
 _PATIENCE_S = 5.0  # shorter requests do not overtake a preempted request that has waited this long
 _LOOK_AGAIN_S = 0.05  # the interval between checks for chunks in GPU memory
 #: The maximum number of chunks examined per `turn`, which takes about 1 ms. The limit on bytes
@@ -55,11 +55,6 @@ _PROBES_MAX = 4
 Order = tuple[float, ...]  # a request's place in vLLM's queue; the lowest is served first
 InGpu = Callable[[int], bool]  # whether the n-th followed chunk is still in GPU memory
 Cancel = Callable[[int, Sequence[int]], None]  # cancels rows of a fetch, given by number
-
-
-def make_holds(tiers: Tiers) -> Holds:
-    """Create the holds of `tiers`; no chunk is held yet."""
-    return Holds(tiers, max(1, int(_ROOM_SHARE * tiers.cache_slots)))
 
 
 def count_fetches(holds: Holds, counters: Counts) -> None:

@@ -8,7 +8,7 @@ An op gets its number when its command is sent. Until then, a write or fetch is 
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -83,12 +83,6 @@ class Ledger:
     def __getitem__(self, number: int) -> Op:
         assert number in self._ops, f"a report on op {number}, which has ended"
         return self._ops[number]
-
-    def named(self, numbers: Iterable[int]) -> list[Op]:
-        try:
-            return [self._ops[number] for number in numbers]
-        except KeyError as over:
-            raise AssertionError(f"a report on op {over}, which has ended") from None
 
     def open(self, kind: OpKind, batch: Batch | None = None) -> Op:
         self._last += 1
