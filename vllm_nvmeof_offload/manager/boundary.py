@@ -16,7 +16,6 @@ from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup, group_id_of,
 
 Has = Callable[[Sequence[bytes]], bytes]  # returns one byte per key: 1 if the key is present
 _HIT = b"\1"
-_ASKED_FIRST = 16  # the number of chunks in the first query; small, because most prefixes end early
 SPARSE = (GroupKind.WINDOW, GroupKind.STATE)  # kinds with chunks useful only at boundaries
 #: The maximum size of a boundary's windows and states, as a share of all bytes stored since the
 #: previous boundary.
@@ -94,18 +93,11 @@ def full_prefix(
     are present. The chunks up to `start` must be present."""
     end = limit_of(groups, limit)
     for group, keys in zip(groups, keys_by_group, strict=True):
-        if group.kind is not GroupKind.FULL:
-            continue
-        at, asked = start // group.tokens_per_chunk, _ASKED_FIRST
-        last = min(len(keys), end // group.tokens_per_chunk)
-        while at < last:
-            hits = has(keys[at : min(last, at + asked)])
+        if group.kind is GroupKind.FULL:
+            first = start // group.tokens_per_chunk
+            hits = has(keys[first : end // group.tokens_per_chunk])
             count = len(hits) - len(hits.lstrip(_HIT))
-            at += count
-            if count < len(hits):
-                break
-            asked *= 2
-        end = min(end, at * group.tokens_per_chunk)
+            end = min(end, (first + count) * group.tokens_per_chunk)
     return max(start, end)
 
 
