@@ -250,7 +250,7 @@ def test_a_mutated_superblock_is_refused(mutations: list[tuple[str, int, bytes]]
 @example([("put", 8, b"\1")])  # version
 @example([("put", 28, b"\xff")])  # keyspace
 @example([("put", 104, b"\1")])  # what is always zero
-@example([("put", 136, b"\1")])  # what later releases use
+@example([("put", 144, b"\1")])
 @example([("put", 173, b"\1")])
 @example([("put", 174, b"\0")])  # number of groups
 @example([("put", 174, b"\1")])
@@ -261,7 +261,7 @@ def test_a_mutated_superblock_is_refused(mutations: list[tuple[str, int, bytes]]
 @example([("put", 198, b"\1")])  # zero in a group
 @example([("put", 192, b"\1")])  # the id of another group
 @example([("put", 240, b"\1")])  # behind the groups
-@example([("put", 4060, b"\1")])  # MAC
+@example([("put", 4060, b"\1")])
 def test_a_signed_invalid_superblock_is_refused_or_read_as_written(
     mutations: list[tuple[str, int, bytes]],
 ) -> None:

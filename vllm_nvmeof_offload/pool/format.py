@@ -45,18 +45,17 @@ The superblock is one 4 KiB page that describes the region and states which chun
     8   u32  format version, 2     100 u32  epoch
     12  16s  uuid of the pool      112 16s  share tag
     28  32s  keyspace, hex digits  128 u64  sequence
-    60  u64  bytes of a slot       136 u64  lease generation, then offsets of table, log and slab
+    60  u64  bytes of a slot       136 u64  lease generation
     68  u64  longest payload       168 u32  pages of the log
     76  u64  slots                 172 u8   shared
     84  u32  index of the target   174 u16  number of groups, 1 to 64
-    88  u32  targets               176 16s  uuid of the target's device
-    92  u32  rank                  192 24s  groups
-    4060 32s  MAC                  4092 u32 CRC-32C of bytes 0..4091
+    88  u32  targets               192 24s  groups
+    92  u32  rank                  4092 u32 CRC-32C of bytes 0..4091
 
 A group is: u32 id, u8 kind, u8 ranks in a set, u16 zero, u64 payload bytes, u32 blocks per chunk,
-u32 bytes of a block. All other bytes are zero, and so are offsets, device and MAC, which are for
-later releases. A region of an earlier release has no log. shared is 2 if a group of hosts uses the
-region (`pool.lease`); otherwise shared and the lease generation are 0.
+u32 bytes of a block. All other bytes are zero. A region of an earlier release has no log. shared is
+2 if a group of hosts uses the region (`pool.lease`); otherwise shared and the lease generation are
+0.
 
 The superblock with the highest sequence on any of a rank's targets states the epoch and tag under
 which chunks are adopted; all other chunks are ignored. Epochs are random. A superblock is
@@ -289,16 +288,14 @@ def decode_table(raw: npt.NDArray[np.uint8], slots: npt.NDArray[np.int64]) -> De
 SUPERBLOCK_MAGIC = b"vNVMeSB\0"
 GROUPS_MAX = 64
 _VERSION = struct.Struct("<8sI")
-_SUPERBLOCK_BODY = struct.Struct("<8sI16s32sQQQIIIIIB7x16sQQQQQIBxH16s")
-#: The superblock's fields after magic and version, in order. `flag` is unused; `groups` is a count.
+_SUPERBLOCK_BODY = struct.Struct("<8sI16s32sQQQIIIII8x16sQQ24xIBxH16x")
+#: The superblock's fields after magic and version, in order. `groups` is a count.
 _FIELDS = (
     *("uuid", "keyspace", "slot_bytes", "payload_bytes", "slots", "target_index"),
-    *("target_count", "rank", "world_size", "epoch", "flag", "tag", "sequence"),
-    *("lease_generation", "table_offset", "log_offset", "slab_offset", "log_pages"),
-    *("shared", "groups", "target_uuid"),
+    *("target_count", "rank", "world_size", "epoch", "tag", "sequence"),
+    *("lease_generation", "log_pages", "shared", "groups"),
 )
 _GROUP = struct.Struct("<IBBHQII")
-_MAC_AT = _PAGE_CRC_AT - 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,10 +332,6 @@ class StoredGroup:
         return StoredGroup(group_id, GroupKind(kind), *shape, set_size)
 
 
-def _unshared(groups: Sequence[StoredGroup]) -> tuple[StoredGroup, ...]:
-    return tuple(replace(group, set_size=1) for group in groups)
-
-
 @dataclass(frozen=True, slots=True)
 class Superblock:
     """The description of one region.
@@ -347,8 +340,7 @@ class Superblock:
     is the longest group's. `slots` is the number of slots on this target. `epoch` and `tag` are
     those of valid chunks. `sequence` counts the resets of the rank. `log_pages` is the length of
     the log (`pool.log`), or 0. `shared` is `LEASED` or 0. In a group, `lease_generation` is that of
-    the lease under which the superblock was written. The other fields from `table_offset` on are
-    for later releases.
+    the lease under which the superblock was written.
     """
 
     uuid: bytes
@@ -365,13 +357,8 @@ class Superblock:
     sequence: int
     groups: tuple[StoredGroup, ...]
     lease_generation: int = 0
-    table_offset: int = 0
-    log_offset: int = 0
-    slab_offset: int = 0
     log_pages: int = 0
     shared: int = 0
-    target_uuid: bytes = bytes(UUID_BYTES)
-    mac: bytes = bytes(32)
 
     def place(self, slot: int) -> SlotPlace:
         """Return the place that the header of a slot must name."""
@@ -391,26 +378,25 @@ class Superblock:
         """Return whether chunks of one region can be used in the other: the superblocks are equal
         except for set sizes, log and lease. Set sizes may differ, because ranks that cannot share
         memory at a start store extra copies."""
-        ours, theirs = (
-            replace(one, groups=_unshared(one.groups), log_pages=0, shared=0, lease_generation=0)
-            for one in (self, other)
-        )
-        return ours == theirs
+
+        def shape(one: Superblock) -> Superblock:
+            groups = tuple(replace(group, set_size=1) for group in one.groups)
+            return replace(one, groups=groups, log_pages=0, shared=0, lease_generation=0)
+
+        return shape(self) == shape(other)
 
     def encode(self) -> bytes:
         """Return the 4 KiB page."""
-        assert len(self.uuid) == len(self.target_uuid) == UUID_BYTES
+        assert len(self.uuid) == UUID_BYTES
         assert len(self.keyspace) == 32
         assert len(self.tag) == TAG_BYTES
         assert 0 < len(self.groups) <= GROUPS_MAX
         page = bytearray(PAGE_BYTES)
-        keyspace = self.keyspace.encode("ascii")
-        coded = {"keyspace": keyspace, "flag": 0, "groups": len(self.groups)}
+        coded = {"keyspace": self.keyspace.encode("ascii"), "groups": len(self.groups)}
         values = (coded[name] if name in coded else getattr(self, name) for name in _FIELDS)
         _SUPERBLOCK_BODY.pack_into(page, 0, SUPERBLOCK_MAGIC, FORMAT_VERSION, *values)
         groups = b"".join(group.encode() for group in self.groups)
         page[_SUPERBLOCK_BODY.size : _SUPERBLOCK_BODY.size + len(groups)] = groups
-        page[_MAC_AT:_PAGE_CRC_AT] = self.mac
         _CRC.pack_into(page, _PAGE_CRC_AT, crc32c(memoryview(page)[:_PAGE_CRC_AT]))
         return bytes(page)
 
@@ -436,9 +422,7 @@ class Superblock:
         end = _SUPERBLOCK_BODY.size + count * _GROUP.size
         rows = range(_SUPERBLOCK_BODY.size, end, _GROUP.size)
         found["groups"] = tuple(StoredGroup.decode(page[at : at + _GROUP.size]) for at in rows)
-        found |= {"keyspace": keyspace.decode("ascii"), "mac": page[_MAC_AT:_PAGE_CRC_AT]}
-        del found["flag"]
-        superblock = Superblock(**found)
+        superblock = Superblock(**found | {"keyspace": keyspace.decode("ascii")})
         if superblock.encode() != page:
             raise PoolFormatError("damaged: bytes that format 2 does not use are not zero")
         return superblock
