@@ -28,24 +28,22 @@ _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base:KVConnectorBase_
 #: What we use if it is there.
 _OPTIONAL = (
     vllm_release.CONFIGURATION,
-    vllm_release.HIT_SOURCES,
-    *(
-        Capability(name, {"yes": tuple(needs)})
-        for name, *needs in (
-            (
-                "expedited loads",
-                f"{_BASE}:OffloadingWorker.submit_load(job_id, src_spec, dst_spec, expedited)",
-            ),
-            ("labels of the configuration", f"{_BASE}:OffloadingManager.config_info"),
-            ("lock of a step", f"{_BASE}:OffloadingManager.lock"),
-            ("end of a reset", f"{_BASE}:OffloadingManager.on_reset_flushed"),
-            ("hints of a request", f"{_BASE}:ReqContext has kv_hints"),
-            (
-                "sleep of the KV cache",
-                f"{_CONNECTOR}.unregister_kv_caches()",
-                f"{_CONNECTOR}.restore_kv_caches()",
-            ),
-        )
+    Capability(
+        "sources of loaded tokens",
+        "vllm.v1.metrics.cache_hit_source:CacheHitSource has HOST DISK EXTERNAL_UNSPECIFIED",
+    ),
+    Capability(
+        "expedited loads",
+        f"{_BASE}:OffloadingWorker.submit_load(job_id, src_spec, dst_spec, expedited)",
+    ),
+    Capability("labels of the configuration", f"{_BASE}:OffloadingManager.config_info"),
+    Capability("lock of a step", f"{_BASE}:OffloadingManager.lock"),
+    Capability("end of a reset", f"{_BASE}:OffloadingManager.on_reset_flushed"),
+    Capability("hints of a request", f"{_BASE}:ReqContext has kv_hints"),
+    Capability(
+        "sleep of the KV cache",
+        f"{_CONNECTOR}.unregister_kv_caches()",
+        f"{_CONNECTOR}.restore_kv_caches()",
     ),
 )
 
@@ -54,12 +52,10 @@ def describe() -> dict[str, str]:
     """Everything that we use: forms of capabilities, signatures, fields of configurations."""
     found: dict[str, str] = {}
     for capability in (*vllm_release.REQUIRED, *_OPTIONAL):
-        absent = "absent" if capability in _OPTIONAL else "NOT IN A KNOWN FORM"
-        form = capability.form or absent
-        found[f"capability: {capability.name}"] = form
-        for needs in capability.forms.values():
-            for need in needs:
-                found |= _lines(need)
+        absent = "absent" if capability in _OPTIONAL else "NOT AS EXPECTED"
+        found[f"capability: {capability.name}"] = absent if any(capability.differences()) else "yes"
+        for need in capability.needs:
+            found |= _lines(need)
     for cls in _BASES:
         for name, method in inspect.getmembers(cls, inspect.isfunction):
             if not name.startswith("_"):

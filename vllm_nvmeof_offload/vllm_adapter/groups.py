@@ -29,7 +29,15 @@ from vllm_nvmeof_offload.chunk_size import GroupBlocks
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.groups import SET_SIZE_MAX, Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.boundary import SPARSE, automatic, kept_every, unit_tokens
-from vllm_nvmeof_offload.vllm_adapter import vllm_release
+
+try:
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.config import (
+        get_sliding_window_size_in_chunks,
+    )
+except ImportError:  # until vLLM 0.32
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+        get_sliding_window_size_in_chunks,
+    )
 
 #: Kinds by exact type, because a subclass may drop blocks differently while a request runs.
 _KINDS: dict[type, GroupKind] = {
@@ -117,7 +125,7 @@ def blocks_of(kv_cache_config: Any, decode_context_parallel: int) -> list[GroupB
 
 def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
     """Return the groups that vLLM offloads, by position. `config` is vLLM's `OffloadingConfig`."""
-    groups, chunks_of_window = [], vllm_release.WINDOW_CHUNKS.take()
+    groups = []
     for one in config.groups:
         group = kv_cache_config.kv_cache_groups[one.group_id]
         (kind,) = kinds_of(group)
@@ -125,7 +133,7 @@ def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
         spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
         blocks_per_chunk = config.cache.blocks_per_chunk
         tokens_per_chunk = one.tokens_per_block * blocks_per_chunk
-        reach_chunks = chunks_of_window(spec, tokens_per_chunk)
+        reach_chunks = get_sliding_window_size_in_chunks(spec, tokens_per_chunk)
         groups.append(
             Group(
                 one.group_id,

@@ -70,7 +70,6 @@ from vllm_nvmeof_offload.vllm_adapter.kv_hints import (
 )
 from vllm_nvmeof_offload.vllm_adapter.sharing import NAMELESS, ShareSettings, start_sharing, why_not
 
-_HIT_SOURCES = vllm_release.HIT_SOURCES.take()
 _MEDIUM = {Source.CPU: Medium.CPU, Source.POOL: Medium.STORAGE}
 _EVERYWHERE = FROM_CPU | FROM_POOL
 
@@ -178,13 +177,16 @@ class NVMeoFOffloadingManager(OffloadingManager):
         state = req_context.get_state(_RequestState)
         if not tokens or state is None or state.loaded is None:
             return {}
+        # Imported here, because a vLLM that does not call this method may lack it.
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
         of = range(first, first + tokens)
         cpu, pool, shared = self.core.tokens_by_source(state.loaded, of, state.ends)
         counts = {
-            _HIT_SOURCES.HOST: cpu,
-            _HIT_SOURCES.DISK: pool + shared,
+            CacheHitSource.HOST: cpu,
+            CacheHitSource.DISK: pool + shared,
             # Tokens outside every window.
-            _HIT_SOURCES.EXTERNAL_UNSPECIFIED: tokens - cpu - pool - shared,
+            CacheHitSource.EXTERNAL_UNSPECIFIED: tokens - cpu - pool - shared,
         }
         return {source: count for source, count in counts.items() if count}
 

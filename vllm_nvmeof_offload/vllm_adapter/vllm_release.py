@@ -18,8 +18,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from vllm_nvmeof_offload import CONNECTOR_MODULE
@@ -140,62 +139,32 @@ def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
     return places[: len(called)] == called
 
 
-# A capability is a part of vLLM that we use, in one of its known forms. A form is a list of needs:
+# A capability is a part of vLLM that we use. It is a list of needs:
 #
 #     module:Class.method(a, b, c=)    the method accepts `a` and `b` in this order and `c` by name,
 #                                      and requires nothing else
 #     module:Class has x y             instances of the class have these members
 #     module:name                      the module has this name
 #
-# A capability outside `REQUIRED` may be absent; code that uses it checks its form.
 _BASE = "vllm.v1.kv_offload.base"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
 _CACHE = "vllm.v1.kv_cache_interface"
 
 
-@dataclass(frozen=True, eq=False)
 class Capability:
-    """A capability: a name for error messages, and the needs by form, latest form first."""
+    """A capability, with a name for error messages."""
 
-    name: str
-    forms: Mapping[str, tuple[str, ...]]
-
-    @property
-    def form(self) -> str | None:
-        for form, needs in self.forms.items():
-            if not any(map(difference, needs)):
-                return form
-        return None
-
-    def take(self) -> Any:
-        """Return the object that the form's single need names, or None."""
-        form = self.form
-        return None if form is None else _find(self.forms[form][0].partition("(")[0])
+    def __init__(self, name: str, *needs: str) -> None:
+        self.name, self.needs = name, needs
 
     def differences(self) -> Iterator[str]:
-        found = [list(filter(None, map(difference, needs))) for needs in self.forms.values()]
-        yield from min(found, key=len)
+        return filter(None, map(difference, self.needs))
 
 
-def _only(name: str, *needs: str) -> Capability:
-    return Capability(name, {"yes": needs})
-
-
-#: The enumeration whose members vLLM expects as sources of loaded tokens.
-HIT_SOURCES = _only("sources of loaded tokens", "vllm.v1.metrics.cache_hit_source:CacheHitSource")
-_WINDOW_CHUNKS = "get_sliding_window_size_in_chunks(kv_cache_spec, tokens_per_chunk)"
-#: vLLM's own function for the number of chunks that a window needs.
-WINDOW_CHUNKS = Capability(
-    "chunks of a window",
-    {
-        "offloading.config": (f"{_OFFLOADING}.config:{_WINDOW_CHUNKS}",),
-        "offloading.scheduler": (f"{_OFFLOADING}.scheduler:{_WINDOW_CHUNKS}",),
-    },
-)
 #: The method that the plugin wraps, and the fields that it reads and writes. If they are absent,
 #: users can still name our connector in --kv-transfer-config.
-CONFIGURATION = _only(
+CONFIGURATION = Capability(
     "configuration of a server",
     "vllm.config:VllmConfig._post_init_kv_transfer_config()",
     "vllm.config:CacheConfig has kv_offloading_size kv_offloading_backend",
@@ -204,13 +173,13 @@ CONFIGURATION = _only(
 )
 #: The capabilities without which vLLM is refused.
 REQUIRED = (
-    _only(
+    Capability(
         "GPU blocks of a transfer",
         f"{_BASE}:OffloadingWorker.submit_store(job_id, src_spec, dst_spec)",
         f"{_BASE}:OffloadingWorker.submit_load(job_id, src_spec, dst_spec)",
         f"{_BASE}:GPULoadStoreSpec has block_ids group_sizes block_indices",
     ),
-    _only(
+    Capability(
         "failed loads",
         f"{_CONNECTOR}:KVConnectorBase_V1.get_transfer_results(finished_req_ids)",
         f"{_CONNECTOR}:KVConnectorTransferResults has finished_recving failed_recving",
@@ -218,7 +187,7 @@ REQUIRED = (
         "vllm.v1.outputs:KVConnectorOutput has failed_recving invalid_block_ids "
         "kv_connector_worker_meta",
     ),
-    _only(
+    Capability(
         "jobs of a step",
         f"{_OFFLOADING}.common:OffloadingConnectorMetadata(load_jobs, store_jobs, jobs_to_flush)",
         f"{_OFFLOADING}.common:OffloadingWorkerMetadata(completed_jobs, transfer_stats)",
@@ -227,7 +196,7 @@ REQUIRED = (
         f"{_OFFLOADING}.worker:OffloadingConnectorWorker.handle_preemptions(kv_connector_metadata)",
         f"{_BASE}:TransferResult(job_id, success, transfer_size, transfer_time)",
     ),
-    _only(
+    Capability(
         "requests of the offloading scheduler",
         f"{_OFFLOADING}.scheduler:OffloadingConnectorScheduler has manager config _req_status "
         "_current_batch_load_jobs _current_batch_jobs_to_flush _chunks_being_loaded",
@@ -243,7 +212,7 @@ REQUIRED = (
         "get_offload_key_position",
         f"{_BASE}:make_offload_key(block_hash, group_idx)",
     ),
-    _only(
+    Capability(
         "results of the manager",
         f"{_BASE}:PrepareStoreOutput(keys_to_store, store_spec, evicted_keys)",
         f"{_BASE}:LookupResult has HIT MISS",
@@ -251,13 +220,13 @@ REQUIRED = (
         f"{_BASE}:RequestOffloadingContext()",
         f"{_BASE}:TierFilter has ALL allows",
     ),
-    _only(
+    Capability(
         "KV events of the manager",
         f"{_BASE}:OffloadingEvent(keys=, medium=, removed=, removal_expected=)",
         f"{_BASE}:Medium has CPU STORAGE",
         f"{_BASE}:Locality has LOCAL REMOTE",
     ),
-    _only(
+    Capability(
         "metrics",
         f"{_BASE}:OffloadingCounterMetadata(documentation, labelnames)",
         f"{_BASE}:OffloadingGaugeMetadata(documentation, labelnames)",
@@ -266,7 +235,7 @@ REQUIRED = (
         f"{_OFFLOADING}.metrics:OffloadingConnectorStats.set_gauge"
         "(gauge_name, gauge_value, labelvalues)",
     ),
-    _only(
+    Capability(
         "configuration of the KV cache",
         f"{_OFFLOADING}.config:build_offloading_config(vllm_config, kv_cache_config)",
         f"{_OFFLOADING}.config:get_offloading_group_ids(kv_cache_config)",
@@ -274,7 +243,7 @@ REQUIRED = (
         "hisparse_host_num_blocks kv_cache_layout",
         f"{_CACHE}:KVCacheTensor has layers layer_stride block_stride size",
     ),
-    _only(
+    Capability(
         "GPU's cache of prefixes",
         "vllm.v1.core.kv_cache_manager:KVCacheManager has block_pool",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.evict_blocks(block_ids)",
@@ -282,20 +251,23 @@ REQUIRED = (
         "vllm.v1.core.kv_cache_manager:KVCacheManager.reset_prefix_cache()",
         "vllm.v1.core.block_pool:BlockPool.get_cached_block(block_hash, kv_cache_group_ids)",
     ),
-    _only(
+    Capability(
         "life of the engine",
         "vllm.v1.engine.core:EngineCore.collective_rpc(method)",
         "vllm.v1.engine.core:EngineCore.add_lora(lora_request)",
         "vllm.v1.engine.core:EngineCore.add_request(request)",
     ),
-    WINDOW_CHUNKS,
+    Capability(
+        "chunks of a window",
+        # vLLM's own function. Its module depends on the release, so `groups` imports it.
+        f"{__package__}.groups:get_sliding_window_size_in_chunks(kv_cache_spec, tokens_per_chunk)",
+    ),
 )
 
 
 def missing() -> Iterator[str]:
     for capability in REQUIRED:
-        if capability.form is None:
-            yield from capability.differences()
+        yield from capability.differences()
 
 
 _NEED = re.compile(r"([\w.]+:[\w.]+)(?:\((.*)\)| has (.*))?")

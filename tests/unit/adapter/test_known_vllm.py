@@ -181,14 +181,10 @@ def test_a_module_that_is_gone_is_named() -> None:
     assert difference("no_such_vllm.base:Thing") == "no_such_vllm is gone"
 
 
-def test_the_first_form_that_fits_is_taken_and_else_the_closest_one_is_named() -> None:
-    new, old = "made_up_vllm:New.call(job)", "made_up_vllm:Thing.call(job, source)"
-    both = Capability("calls", {"new": (new,), "old": (old,)})
-    assert both.form == "old" and both.take() is Thing.call
-    worse = ("made_up_vllm:Gone", "made_up_vllm:Thing.demanding(job)")
-    neither = Capability("calls", {"new": worse, "old": (new,)})
-    assert neither.form is None and neither.take() is None
-    assert list(neither.differences()) == ["New.call is gone"]
+def test_a_capability_names_each_difference() -> None:
+    needs = "Thing.call(job, source)", "New.call(job)", "Gone"
+    calls = Capability("calls", *(f"made_up_vllm:{need}" for need in needs))
+    assert list(calls.differences()) == ["New.call is gone", "Gone is gone"]
 
 
 def test_the_imported_vllm_has_every_indispensable_capability() -> None:
