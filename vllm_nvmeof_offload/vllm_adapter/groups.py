@@ -101,6 +101,13 @@ def kinds_of(group: Any) -> set[GroupKind | None]:
     return {_KINDS.get(type(spec)) for spec in iter_layer_specs(group.kv_cache_spec)}
 
 
+def _kind_and_spec(group: Any) -> tuple[GroupKind, Any]:
+    """Return the group's kind, and the spec of its first layer."""
+    (kind,) = kinds_of(group)
+    assert kind is not None, "refuse_unsupported refuses other kinds"
+    return kind, next(iter(iter_layer_specs(group.kv_cache_spec)))
+
+
 def resumes_at_any_block(kv_cache_config: Any) -> bool:
     """Return whether vLLM can resume a request at any of its blocks after a failed load.
 
@@ -114,9 +121,7 @@ def resumes_at_any_block(kv_cache_config: Any) -> bool:
 def blocks_of(kv_cache_config: Any, decode_context_parallel: int) -> list[GroupBlocks]:
     found = []
     for group in offloaded(kv_cache_config):
-        (kind,) = kinds_of(group)
-        assert kind is not None, "refuse_unsupported lets no other pass"
-        spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+        kind, spec = _kind_and_spec(group)
         tokens = resolve_dcp_kv_block_size(group.kv_cache_spec, decode_context_parallel)
         name = _SPAN_TOKENS.get(kind)
         found.append(GroupBlocks(kind, tokens, getattr(spec, name) if name else None))
@@ -127,10 +132,7 @@ def groups_of(config: Any, kv_cache_config: Any) -> tuple[Group, ...]:
     """Return the groups that vLLM offloads, by position. `config` is vLLM's `OffloadingConfig`."""
     groups = []
     for one in config.groups:
-        group = kv_cache_config.kv_cache_groups[one.group_id]
-        (kind,) = kinds_of(group)
-        assert kind is not None, "refuse_unsupported lets no other pass"
-        spec = next(iter(iter_layer_specs(group.kv_cache_spec)))
+        kind, spec = _kind_and_spec(kv_cache_config.kv_cache_groups[one.group_id])
         blocks_per_chunk = config.cache.blocks_per_chunk
         tokens_per_chunk = one.tokens_per_block * blocks_per_chunk
         reach_chunks = get_sliding_window_size_in_chunks(spec, tokens_per_chunk)
@@ -209,16 +211,14 @@ def facts_of(config: Any, kv_cache_config: Any) -> list[dict[str, Any]]:
     facts = []
     for one in config.groups:
         group = kv_cache_config.kv_cache_groups[one.group_id]
-        first = next(iter(iter_layer_specs(group.kv_cache_spec)))
-        known = {"tokens_per_block": one.tokens_per_block, **_kind_facts(first)}
+        known = {"tokens_per_block": one.tokens_per_block, **_kind_facts(*_kind_and_spec(group))}
         if config.parallel.pp_size == 1:
             known["layers"] = _layer_facts(group)
         facts.append(known)
     return facts
 
 
-def _kind_facts(spec: Any) -> dict[str, Any]:
-    kind = _KINDS[type(spec)]
+def _kind_facts(kind: GroupKind, spec: Any) -> dict[str, Any]:
     facts = {"kind": kind.name.lower()}
     for name in (_SPAN_TOKENS.get(kind), "mamba_cache_mode" if kind is GroupKind.STATE else None):
         if name is not None:
