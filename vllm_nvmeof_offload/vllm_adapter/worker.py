@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -37,14 +37,12 @@ from vllm_nvmeof_offload.worker.pipeline import Transfer, TransferPipeline
 _START_PIECES_MAX = 256
 
 
-class BlockColumns(NamedTuple):
-    ids: npt.NDArray[np.int32]
-    sizes: Sequence[int]
-    firsts: Sequence[int]
+#: A job's `ids`, `sizes` and `firsts`, as in `JobBlocks`.
+_Blocks: TypeAlias = tuple[npt.NDArray[np.int32], Sequence[int], Sequence[int]]
 
 
-def _columns(spec: GPULoadStoreSpec) -> BlockColumns:
-    return BlockColumns(spec.block_ids, spec.group_sizes, spec.block_indices)
+def _blocks_of(spec: GPULoadStoreSpec) -> _Blocks:
+    return spec.block_ids, spec.group_sizes, spec.block_indices
 
 
 class NVMeoFOffloadingWorker(OffloadingWorker):
@@ -60,7 +58,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._geometry = parts.geometry
         self._ops: dict[int, int] = {}  # our op, by vLLM's job
         self._jobs: dict[int, int] = {}  # vLLM's job, by our op
-        self._loads: dict[int, tuple[LoadCommand, BlockColumns]] = {}  # by op
+        self._loads: dict[int, tuple[LoadCommand, _Blocks]] = {}  # by op
         self._transfers: list[Transfer] = []  # submitted, but not yet handed over
         self._helpers: dict[int, int] = {}  # by op, for loads with a choice of peers
         self._gathers = False
@@ -78,7 +76,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec, **_: Any
     ) -> bool:
         assert isinstance(dst_spec, CommandSpec) and isinstance(dst_spec.command, StoreCommand)
-        self._submit(job_id, dst_spec.command, _columns(src_spec))
+        self._submit(job_id, dst_spec.command, _blocks_of(src_spec))
         return True
 
     def submit_load(
@@ -92,7 +90,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         # The request of an expedited load runs in this step, before a failure can be reported.
         assert not expedited, "parse_config accepts no sync_load_budget_bytes"
         assert isinstance(src_spec, CommandSpec) and isinstance(src_spec.command, LoadCommand)
-        blocks = _columns(dst_spec)
+        blocks = _blocks_of(dst_spec)
         self._loads[src_spec.command.op] = src_spec.command, blocks
         self._submit(job_id, src_spec.command, blocks)
         return True
@@ -202,9 +200,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
 
     # -- helpers ----------------------------------------------------------------------
 
-    def _submit(
-        self, job_id: int, command: StoreCommand | LoadCommand, blocks: BlockColumns
-    ) -> None:
+    def _submit(self, job_id: int, command: StoreCommand | LoadCommand, blocks: _Blocks) -> None:
         op, batch, *helpers = command
         is_store = isinstance(command, StoreCommand)
         self._ops[job_id], self._jobs[op] = op, job_id
@@ -233,7 +229,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         )
 
     def _load_failed(
-        self, command: LoadCommand, blocks: BlockColumns, rows: list[int], request: str | None
+        self, command: LoadCommand, blocks: _Blocks, rows: list[int], request: str | None
     ) -> None:
         if self._reports_blocks:
             (group,), (first,) = self._geometry.by_group, blocks.firsts
