@@ -187,16 +187,9 @@ def parse_header(page: bytes | bytearray | memoryview) -> SlotHeader | None:
     found = core.parse_header(np.frombuffer(page, np.uint8))
     if found is None:
         return None
-    identity, place, payload_bytes, payload_crc, stamp, single_copy, client = found
-    return SlotHeader(
-        SlotIdentity(*identity),
-        SlotPlace(*place),
-        payload_bytes,
-        payload_crc,
-        Stamp(*stamp),
-        single_copy,
-        client,
-    )
+    identity, place, length, crc, stamp, single_copy, client = found
+    who, where = SlotIdentity(*identity), SlotPlace(*place)
+    return SlotHeader(who, where, length, crc, Stamp(*stamp), single_copy, client)
 
 
 Wanted = tuple[SlotIdentity, int, SlotPlace, bytes]  # identity, length, place, share tag

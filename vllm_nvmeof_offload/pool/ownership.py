@@ -256,8 +256,8 @@ def busy_error(busy: Path) -> PoolLockedError:
     if page is not None and not page.in_group:
         age = f" (renewed {max(0.0, time.time() - os.stat(io.path).st_mtime):.0f} s ago)"
     return PoolLockedError(
-        f"{busy} is held by {page or 'another process on this host'}{age}, which is still running. "
-        f"Stop that process, or leave engine_index unset to use the next free engine index"
+        f"{busy} is held by {page or 'another process on this host'}{age}, which is still running: "
+        "stop that process first"
     )
 
 
