@@ -1,32 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An orchestrator's advice about a request's KV.
+"""Advice on a request's KV: an orchestrator's hints, and our own keys (docs/requests.md).
 
-Advice arrives as vLLM's `kv_hints` or, because vLLM's Python server drops this field, as the same
-envelope in `kv_transfer_params: {"kv_hint": …}`; this second form gets an answer per action.
+Hints arrive as vLLM's `kv_hints` or, because vLLM's Python server drops this field, as the same
+envelope in `kv_transfer_params: {"kv_hint": …}`; this second form gets an answer per action. Our
+own keys are in `kv_transfer_params: {"nvmeof": {…}}`, which other connectors ignore.
 
 vLLM defines only the envelope: a list of actions with a type, a version and a payload. Four actions
-are supported, in the form that their authors published. Other actions, other major versions and
-malformed payloads are counted and ignored. Advice never causes an error, applies only to its own
-request, and never overrides the request's parameters or the configuration.
+are supported, in the form that their authors published: `kv.prefetch`, `kv.fetch`, `kv.retain` and
+`kv.demote`, each in version 1.x. Other actions, other versions and malformed payloads are counted
+and ignored. Advice never causes an error, applies only to its own request, and never overrides the
+request's parameters or the configuration.
 
-* `kv.prefetch` 1.x, empty payload: the request's chunks are prefetched before the chunks of other
-  waiting requests.
-* `kv.fetch` 1.x, `{"source_control_endpoint", "block_hashes"}`: like `kv.prefetch`; both fields are
-  ignored, because the endpoint belongs to a process that cannot read pools.
-* `kv.retain` 1.x, `{"directives": [{"start", "end", "priority", "duration"} or {"covers_output",
-  …}]}`: chunks that end in a range of tokens are retained for `duration` seconds after the
-  request's end, in a session per directive. Without a duration, the chunks are only kept longer, as
-  if another request had used them. A priority or duration of 0 retains nothing.
-* `kv.demote` 1.x, `{}` or `{"session_id"}` naming the request's own session: when the request ends,
-  its chunks are the next to be demoted from pinned memory to the pool.
-
-Keys in `kv_transfer_params: {"nvmeof": {…}}`, which other connectors ignore:
-
-* `helpers`, a list: of the configured peers, only these may read for the request.
-* `explain`, true: log the request's record when the request ends.
-* `retain_s`, `priority` and `session`: retain the request's chunks in both tiers for `retain_s`
-  seconds after its end. Requests with the same `cache_salt` can share a `session`, whose time and
-  priority the last request sets; 0 s drops it.
+A directive of `kv.retain` has a `priority`, and can have a range of tokens (`start`, `end`) or
+`covers_output`, and a `duration`. `kv.demote` can name the request's own `session_id`.
 """
 
 from __future__ import annotations
@@ -196,7 +182,7 @@ def retention_of(params: Any, request: Any, count: Callable[[str], None]) -> Adv
     count(done)
     whose = f"session {name}" if is_name else f"request {request.request_id}"
     session = _session_ids(request, whose)
-    # Round up, because 0 is a drop.
+    # Round up, because 0 seconds drop the session.
     retention = Retention(math.ceil(seconds), priority, session)
     return Advice(retention=retention, retention_answer=done)
 
