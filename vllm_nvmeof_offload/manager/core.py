@@ -263,8 +263,8 @@ class ManagerCore:
         return self._tiers.unmoved(before, keys, sources)
 
     def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
-        """Record the end of a request with `keys`. `ends` is as in `prepare_store`, except that a
-        key may appear twice."""
+        """Record that a request with chunks of these `keys` has ended. `ends` is as in
+        `prepare_store`, except that a key can appear twice."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.touch(keys, ended=True)
         self._tiers.drain()  # write chunks that other engines no longer have
@@ -345,9 +345,9 @@ class ManagerCore:
         seconds: int,
         priority: int,
     ) -> None:
-        """Retain these chunks, and those that the session already retains, for `seconds`. `ends`:
-        see `ended`. If the client's share is used up, its sessions with lower `priority` (1 to 100)
-        retain less."""
+        """Retain these chunks, and those that the session already retains, for `seconds`. `ends` is
+        as in `ended`. If the client's share is used up, its sessions with lower `priority` (1 to
+        100) retain less."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.retain(keys, *session, int(self._clock()) + seconds, priority)
         self._is_unsaved = self.capacity.pool_slots_total > 0

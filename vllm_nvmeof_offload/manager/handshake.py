@@ -86,7 +86,7 @@ class CoreConfig:
     sample_every: int = 1024
     peers: tuple[str, ...] = ()
     #: Whether the only group has full attention: every chunk then covers its own tokens, and a load
-    #: with a gap still covers the tokens before the gap. Stored, because ops read it often.
+    #: with a gap still covers the tokens before the gap. A field, because it is read per op.
     full_attention_only: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

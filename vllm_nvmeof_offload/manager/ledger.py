@@ -109,7 +109,7 @@ class Source(enum.Enum):
 
 
 class State(enum.IntEnum):
-    """The state of an entry; no entry is ABSENT or DOOMED (native/common/transitions.def)."""
+    """The state of an entry (native/common/transitions.def); no entry is ABSENT or DOOMED."""
 
     STORING = 1
     CACHED = 2

@@ -41,7 +41,7 @@ _HYSTERESIS = 1.25  # prevents noise from changing the decision with each reques
 _NEWEST = 1 / 2  # the weight of a load in the slowness, and of a probe if trust allows it
 _SLOWNESS_MIN = 0.5  # loads that overlap with prompts for a while will not always do so
 _SLOWNESS_LOST = 16.0  # the slowness of a load that did not complete and had no prediction
-#: At this trust, hundreds of probes lie between two loads that are cut off after twice their
+#: At this trust, hundreds of probes pass between two loads that are cut off after twice their
 #: computing time, so such loads cost a few percent of total computing time.
 _TRUST_MIN = 1 / 512
 #: A load is cut off after this many times the time to compute its chunks and one step, but not

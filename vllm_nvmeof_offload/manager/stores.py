@@ -30,7 +30,8 @@ _FORGET_BATCH = 1024
 
 
 class StoreThreshold:
-    """A counter of sightings: a chunk is stored at its n-th, as with vLLM's `store_threshold`.
+    """A counter of chunks' sightings, as for vLLM's `store_threshold`. A chunk is stored at its
+    n-th sighting.
 
     A sighting is one offer to store a chunk (`prepare_store`). vLLM makes one per request for each
     of its chunks, whether it computed the chunk or found it in GPU memory. Look-ups and a request's
@@ -131,7 +132,7 @@ class BoundaryStores:
         positions = self._positions[group_ids_of(b"".join(keys), len(keys))]
         reach = self._reaches[positions]
         lasts = (reach == 0) | (-ends % self._every_tokens < reach)
-        # vLLM finds a shared prefix in a look-up, and again after a preemption.
+        # vLLM determines the shared prefix in a look-up, and again after a preemption.
         for tokens in (vllm_request.num_prompt_tokens - 1, vllm_request.shared_prefix_boundary):
             boundary = tokens // self._tail_tokens * self._tail_tokens
             lasts |= (ends <= boundary) & (boundary - ends < reach)

@@ -153,7 +153,7 @@ def share_tag(keyspace: str, weights_version: bytes = b"") -> bytes:
 
 
 def client_of(salt: str) -> int:
-    """Return the client's number for a `cache_salt` (may be empty): 32 bits, never 0."""
+    """Return the 32-bit number, never 0, of the client with this `cache_salt` (can be empty)."""
     digest = hashlib.sha256(salt.encode(errors="surrogatepass")).digest()
     return int.from_bytes(digest[:4]) or 1
 
@@ -364,7 +364,7 @@ class Superblock:
 
     @property
     def is_leased(self) -> bool:
-        """Whether other hosts may read the region, so that no page cache is reliable."""
+        """Whether servers on other hosts use the region; hosts' page caches may then differ."""
         return self.shared == LEASED
 
     def is_alike(self, other: Superblock) -> bool:

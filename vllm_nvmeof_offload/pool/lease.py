@@ -139,8 +139,8 @@ def is_locked(directory: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        # Take a shared lock and release it at once. A server that starts in these microseconds
-        # would find the directory taken.
+        # Release the shared lock at once: a server that starts while it is held finds the
+        # directory taken.
         if not try_flock(fd, fcntl.LOCK_SH):
             return True
         fcntl.flock(fd, fcntl.LOCK_UN)
@@ -182,7 +182,7 @@ _BEATS_PER_TAKEOVER = 6  # renewals within `TAKEOVER_S` without a group
 
 
 def boot_ns() -> int:
-    """Return the time by the permits' clock, which includes suspend; the core reads it too."""
+    """Return the time by the permits' clock, which includes suspend. Native code reads it too."""
     return time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 

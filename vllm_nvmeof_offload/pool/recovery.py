@@ -241,7 +241,7 @@ def scan_headers(
 def written_slots(
     fd: int, indices: npt.NDArray[np.int64], slot_bytes: int
 ) -> npt.NDArray[np.int64]:
-    """Return `indices` without slots in holes in the file, which were never written."""
+    """Return `indices` without the slots in holes of the file, which were never written."""
     size = os.fstat(fd).st_size
     bounds: list[int] = []  # first and end slot of each data segment, ascending
     position = 0
@@ -255,7 +255,7 @@ def written_slots(
             return indices
         first = max(start // slot_bytes, bounds[-1] if bounds else 0)
         bounds += [first, max(first, -(-position // slot_bytes))]
-    # For an index inside a data segment, an odd number of bounds are at or below it.
+    # An odd number of bounds are at or below an index that is inside a data segment.
     below = np.searchsorted(np.array(bounds, np.int64), indices, side="right")
     kept: npt.NDArray[np.int64] = indices[below % 2 == 1]
     return kept

@@ -14,7 +14,7 @@ must reset vLLM's prefix cache with `reset_connector`.
 The operator can name the new weights, so that servers using the same name share chunks; the name is
 not verified. The name is given in one of our own calls, which `collective_rpc` answers without the
 workers; in an extra argument of an update's last call, removed before the workers get the call; or,
-if configured, in vLLM's own `EngineCore.set_weight_version`, which some releases lack.
+if configured, in vLLM's own `EngineCore.set_weight_version`.
 
 **Pause and sleep.** vLLM resets its connectors at each pause that clears caches, because weights
 can change. Usually the weights do not change; `_reset_caches` is wrapped so that `PausedTiers` can

@@ -2,8 +2,8 @@
 """The adapter from vLLM's worker interface to the transfer pipeline.
 
 All calls are made on the worker's main thread. Every transfer is reported to vLLM as successful,
-because vLLM's worker asserts success. The connector reports failures separately, in the step that
-reports the job as finished: block ids or requests to vLLM, and reports to the manager
+because vLLM's worker asserts success. In the step that reports a job as finished, the connector
+reports its failures: it sends block ids or requests to vLLM, and outcomes to the manager
 (docs/protocol.md, rule 8).
 
 vLLM recomputes from the first reported block. This is correct only for a single group of full
@@ -175,7 +175,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return bool(self._reports)
 
     def take_reports(self) -> tuple[list[Report], Counts]:
-        """Return the reports that `get_finished` collected; none precedes its job's end."""
+        """Return the reports that `get_finished` collected, after the ends of their jobs."""
         taken = self._reports, self._counters
         self._reports, self._counters = [], Counts()
         return taken
@@ -184,7 +184,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self._requests.update(requests)
 
     def take_invalid_blocks(self) -> set[int]:
-        """Return GPU blocks that finished loads did not fill; empty if vLLM cannot resume there."""
+        """Return the GPU blocks that finished loads did not fill; none if requests are reported."""
         taken, self._invalid_blocks = self._invalid_blocks, {}
         return set().union(*taken.values())
 
