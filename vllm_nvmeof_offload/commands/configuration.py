@@ -24,7 +24,7 @@ from vllm_nvmeof_offload import BACKEND
 from vllm_nvmeof_offload.chunk_size import GroupBlocks, blocks_of_chunk
 from vllm_nvmeof_offload.commands import print_json
 from vllm_nvmeof_offload.commands.size.deployment import VLLM_OPTIONS, Deployment
-from vllm_nvmeof_offload.commands.size.kv import KvSizes
+from vllm_nvmeof_offload.commands.size.kv import REFUSED, REMEDY, KvSizes
 from vllm_nvmeof_offload.commands.size.model import ModelShape, preset, read_model
 from vllm_nvmeof_offload.config import (
     ENV_PREFIX,
@@ -279,8 +279,8 @@ def _check_model(found: Configured, shape: ModelShape, kv_dtype: str, given: dic
     element_bytes = shape.kv_element_bytes(kv_dtype)
     deployment = Deployment(kv_element_bytes=element_bytes, **given)
     sizes = KvSizes(shape, deployment)
-    if sizes.refusal:
-        raise ConfigError("model", shape.name, f"{sizes.refusal.what}; {sizes.refusal.remedy}")
+    if not sizes.works:
+        raise ConfigError("model", shape.name, f"{REFUSED}; {REMEDY}")
     plan = sizes.plan
     groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in plan.stored]
     blocks, problem = blocks_of_chunk(config, groups, plan.stride_bytes(), len(plan.stages))

@@ -326,7 +326,7 @@ def accepted(row: dict[str, Any]) -> bool:
         # `test_planner.py` compares this refusal with the server's, and knows of no other.
         family = FAMILIES.get(name)
         return family is None or (
-            KvSizes(parse_model(family.config, family.model), Deployment()).refusal is None
+            KvSizes(parse_model(family.config, family.model), Deployment()).works
         )
     interface = pytest.importorskip("vllm.v1.kv_cache_interface")
     from vllm_nvmeof_offload.vllm_adapter.groups import kinds_of

@@ -111,7 +111,7 @@ def described(sizes: KvSizes) -> dict[str, Any]:
     strides = [plan.stride_bytes(stage) for stage in range(len(plan.stages))]
     blocks = sizes.session_rank_bytes(CONTEXT) // sizes.block_bytes()
     server = {
-        "refused": sizes.refusal is not None,
+        "refused": not sizes.works,
         "blocks_per_chunk": sizes.blocks_per_chunk,
         "groups": [
             [one.group_id, one.kind.name, one.tokens_per_chunk, one.reach_chunks]

@@ -15,8 +15,8 @@ from typing import Any
 from vllm_nvmeof_offload.commands import print_json, table, wide_console
 from vllm_nvmeof_offload.commands.exit_codes import FAILED
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
-from vllm_nvmeof_offload.commands.size.kv import KvSizes
-from vllm_nvmeof_offload.commands.size.model import LayerKind, read_model
+from vllm_nvmeof_offload.commands.size.kv import REFUSED, REMEDY, KvSizes
+from vllm_nvmeof_offload.commands.size.model import read_model
 from vllm_nvmeof_offload.commands.size.plan import PlannedGroup
 from vllm_nvmeof_offload.groups import GroupKind, RankGroup
 from vllm_nvmeof_offload.units import HEADER_BYTES, human_bytes, slot_stride_bytes
@@ -77,7 +77,7 @@ def describe(sizes: KvSizes) -> dict[str, Any]:
     Bytes are for one rank. A hit ends at a multiple of `unit_tokens`. `boundary_tokens` is what the
     key's value "auto" stands for with this model, or 0 if the key has no effect.
     """
-    refusal, stored, deployment = sizes.refusal, sizes.groups(), sizes.deployment
+    works, stored, deployment = sizes.works, sizes.groups(), sizes.deployment
     slot = slot_stride_bytes(max((one.payload_bytes for one in stored), default=0))
     ranks = {one.group.group_id: one for one in stored}
     return {
@@ -87,9 +87,9 @@ def describe(sizes: KvSizes) -> dict[str, Any]:
         "pipeline_parallel": deployment.pipeline_parallel,
         "prefill_context_parallel": deployment.prefill_context_parallel,
         "decode_context_parallel": deployment.decode_context_parallel,
-        "works": refusal is None,
-        "refused": refusal.what if refusal else None,
-        "remedy": refusal.remedy if refusal else None,
+        "works": works,
+        "refused": None if works else REFUSED,
+        "remedy": None if works else REMEDY,
         "groups": [
             _row(sizes, position, group, ranks.get(position), slot)
             for position, group in enumerate(sizes.plan.groups)
@@ -101,7 +101,7 @@ def describe(sizes: KvSizes) -> dict[str, Any]:
         "slot_bytes": slot,
         "token_bytes": sizes.rank_token_bytes(),
         "boundary_bytes": sizes.boundary_bytes(),
-        "notes": [*sizes.model.notes, *_notes(sizes, stored, slot)],
+        "notes": [*sizes.notes(), *_notes(sizes, stored, slot)],
     }
 
 
@@ -142,12 +142,6 @@ def _notes(sizes: KvSizes, stored: list[RankGroup], slot: int) -> Iterator[str]:
             f"a hit ends at a multiple of {sizes.unit_tokens} tokens at which windows and states "
             "were stored: at the end of a prompt or answer, or where prompts diverge"
         )
-    deployment, copies = sizes.deployment, sizes.copies()
-    if copies > 1:
-        yield (
-            f"{copies:.3g} copies: with {deployment.ranks_words} each rank stores its own KV, "
-            f"together {copies:.3g} times the bytes of one copy"
-        )
     fill: float = sum(one.payload_bytes for one in stored)
     fill /= max(1, len(stored) * (slot - HEADER_BYTES))
     if stored and fill < _FILL_MIN:
@@ -155,9 +149,6 @@ def _notes(sizes: KvSizes, stored: list[RankGroup], slot: int) -> Iterator[str]:
             f"slots are {fill:.0%} full on average, because all groups use one slot size; padding "
             "is not copied, written or read"
         )
-    for cache in sizes.model.caches:
-        if cache.kind is LayerKind.STATE and cache.state is None:
-            yield "the size of this family's recurrent state is unknown and counted as 0"
 
 
 def _show(sizes: KvSizes, report: dict[str, Any]) -> None:
@@ -167,11 +158,7 @@ def _show(sizes: KvSizes, report: dict[str, Any]) -> None:
         *("group", "layers", "kept", "block", "chunk", "per token", "per boundary", "slot fill"),
         "stored",
     )
-    title = f"KV cache groups, {deployment.layout}, one rank of --tp {deployment.tensor_parallel}"
-    if deployment.prefill_context_parallel > 1:
-        title += f" --pcp {deployment.prefill_context_parallel}"
-    if deployment.decode_context_parallel > 1:
-        title += f" --dcp {deployment.decode_context_parallel}"
+    title = f"KV cache groups, {deployment.layout}, one rank of {deployment.ranks_words}"
     if deployment.pipeline_parallel > 1:
         title += f" --pp {deployment.pipeline_parallel} (the fullest stage)"
     console.print(table(headings, map(_cells, report["groups"]), title))
@@ -212,5 +199,4 @@ def _lines(sizes: KvSizes, report: dict[str, Any]) -> Iterator[str]:
     if sizes.boundary_tokens:
         yield f"boundary_tokens: auto keeps a boundary every {sizes.boundary_tokens} tokens"
     yield from (f"note: {note}" for note in report["notes"])
-    refusal = sizes.refusal
-    yield f"refused: {refusal.what}; remedy: {refusal.remedy}" if refusal else "works"
+    yield "works" if sizes.works else f"refused: {REFUSED}; remedy: {REMEDY}"

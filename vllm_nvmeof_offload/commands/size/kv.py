@@ -26,6 +26,10 @@ from vllm_nvmeof_offload.staging import split_slots
 from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
 
 
+#: The reason why a server with offloading refuses some models, and the remedy.
+REFUSED, REMEDY = "a model without KV that vLLM can offload", "serve this model without offloading"
+
+
 @dataclass(frozen=True, slots=True)
 class SessionSlots:
     """The slots that a session takes in one group on one rank. `payload_bytes` is the size of the
@@ -34,14 +38,6 @@ class SessionSlots:
     count: int
     payload_bytes: int
     stride_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class Refusal:
-    """The reason why a server with offloading would refuse to start, and the remedy."""
-
-    what: str
-    remedy: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,11 +112,20 @@ class KvSizes:
         self.blocks_per_chunk = self.plan.choose_blocks_per_chunk(deployment.blocks_per_chunk)
 
     @property
-    def refusal(self) -> Refusal | None:
-        if not self.plan.stored:
-            what = "a model without KV that vLLM can offload"
-            return Refusal(what, "serve this model without offloading")
-        return None
+    def works(self) -> bool:
+        """Return whether a server with offloading accepts the model."""
+        return bool(self.plan.stored)
+
+    def notes(self) -> Iterator[str]:
+        yield from self.model.notes
+        if any(one.kind is LayerKind.STATE and one.state is None for one in self.model.caches):
+            yield "the size of this family's recurrent state is unknown and counted as 0"
+        if (copies := self.copies()) > 1:
+            yield (
+                f"{copies:.3g} copies: each rank stores its own KV, so "
+                f"{self.deployment.ranks_words} needs {copies:.3g} times the pool space and "
+                "bandwidth"
+            )
 
     @property
     def block_tokens(self) -> int:

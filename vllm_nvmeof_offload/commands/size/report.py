@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from vllm_nvmeof_offload.commands import table, wide_console
 from vllm_nvmeof_offload.commands.size.deployment import VLLM_OPTIONS, Deployment, parse_link
-from vllm_nvmeof_offload.commands.size.kv import Advice, KvSizes, Reload, Room
+from vllm_nvmeof_offload.commands.size.kv import REFUSED, REMEDY, Advice, KvSizes, Reload, Room
 from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import GIB, human_bytes, human_seconds
@@ -124,7 +124,7 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
         published_source=DATA24.source,
         assumptions=list(_assumptions(sizes)),
         notes=[
-            *model.notes,
+            *sizes.notes(),
             *_notes_on_model(sizes),
             *_notes_on_deployment(sizes, room, back),
             *_notes_on_advice(deployment, back, compute_s, advice),
@@ -389,20 +389,12 @@ def _assumptions(sizes: KvSizes) -> Iterator[str]:
 
 def _notes_on_model(sizes: KvSizes) -> Iterator[str]:
     kinds = {cache.kind for cache in sizes.model.caches}
-    if refusal := sizes.refusal:
-        yield f"this version refuses {refusal.what}: the figures are only a plan ({refusal.remedy})"
+    if not sizes.works:
+        yield f"this version refuses {REFUSED}: the figures are only a plan ({REMEDY})"
     if LayerKind.WINDOW in kinds or LayerKind.LOCAL in kinds:
         yield "for windows and attention chunks, the pool counts only the chunks of one boundary"
     if LayerKind.STATE in kinds:
         yield "layers with recurrent state have no KV per token, but one state per session"
-    if any(c.kind is LayerKind.STATE and c.state is None for c in sizes.model.caches):
-        yield "the size of this family's recurrent state is unknown and counted as 0"
-    copies = sizes.copies()
-    if copies > 1:
-        yield (
-            f"{copies:.3g} copies: each rank stores its own KV, so "
-            f"{sizes.deployment.ranks_words} needs {copies:.3g} times the pool space and bandwidth"
-        )
 
 
 def _notes_on_deployment(sizes: KvSizes, room: Room | None, back: Reload) -> Iterator[str]:
