@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from vllm_nvmeof_offload.commands.scrape import ScrapeError, scrape
+from vllm_nvmeof_offload.commands.size.deployment import pcie_bytes_per_s
 from vllm_nvmeof_offload.config import (
     ENV_PREFIX,
     check_space,
@@ -67,8 +68,6 @@ from vllm_nvmeof_offload.vllm_adapter.vllm_release import KNOWN
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 _DEPTH_MAX = 4
-#: The highest PCIe rate, in GT/s, with 8b/10b line encoding; higher rates use 128b/130b.
-_OLD_SPEED_MAX = 5.0
 _PROBE_BYTES = 16 * MIB
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 _CAP_IPC_LOCK = 14
@@ -389,14 +388,6 @@ def _route_v6(fields: list[str]) -> tuple[_Network, str]:
     return ipaddress.IPv6Network((raw, int(fields[1], 16)), strict=False), fields[-1]
 
 
-def _pcie_bytes_per_s(link: PcieLink) -> float | None:
-    """Return a PCIe link's rate in one direction, including protocol overhead."""
-    if link.speed is None or link.width is None:
-        return None
-    share = 8 / 10 if link.speed <= _OLD_SPEED_MAX else 128 / 130
-    return link.speed * 1e9 * share / 8 * link.width
-
-
 def link_bytes_per_s(fabric: TargetFabric, nics: dict[str, Nic]) -> float | None:
     """Return the total rate of the links on all paths to a target, or None if unknown. An interface
     on several paths, or a controller with several namespaces, counts once."""
@@ -405,8 +396,8 @@ def link_bytes_per_s(fabric: TargetFabric, nics: dict[str, Nic]) -> float | None
     for controller in fabric.controllers:
         if controller.name not in used:
             continue
-        if controller.pcie is not None:
-            rates[controller.pcie.address] = _pcie_bytes_per_s(controller.pcie)
+        if (link := controller.pcie) is not None:
+            rates[link.address] = pcie_bytes_per_s(link.speed or 0, link.width or 0)  # 0: unknown
             continue
         nic = nics.get(controller.name)
         name = nic.name if nic else controller.name

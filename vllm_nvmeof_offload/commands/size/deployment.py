@@ -17,9 +17,7 @@ from typing import Any
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.units import parse_bytes
 
-#: Data bits per second per lane: the transfer rate times the efficiency of the line encoding.
-_PCIE = {3: 8e9 * (128 / 130), 4: 16e9 * (128 / 130), 5: 32e9 * (128 / 130), 6: 64e9 * (242 / 256)}
-_LANES = (1, 2, 4, 8, 16)
+_GENERATIONS, _LANES = (3, 4, 5, 6), (1, 2, 4, 8, 16)
 _LINK = re.compile(r"^\s*(?:(\d+)\s*x\s*)?(.+?)\s*$", re.IGNORECASE)
 _PCIE_NAME = re.compile(r"^pcie\s*(?:gen)?\s*(\d)\s*x\s*(\d+)$", re.IGNORECASE)
 _NETWORK = re.compile(r"^(\d+(?:\.\d+)?)\s*(?:gbe|gbps|gbit/s|gb/s|gbib|gib)$", re.IGNORECASE)
@@ -53,6 +51,12 @@ class Link:
         return self.count * self.bytes_per_s
 
 
+def pcie_bytes_per_s(gt_per_s: float, lanes: int) -> float:
+    """Return a PCIe link's rate in one direction: data bits without the line encoding."""
+    encoding = 8 / 10 if gt_per_s <= 5 else 128 / 130 if gt_per_s < 64 else 242 / 256
+    return gt_per_s * 1e9 * encoding / 8 * lanes
+
+
 def parse_link(text: str) -> Link:
     """Parse `100GbE`, `2x400GbE`, `pcie5x16` or `2x12.5GB/s`; raise ValueError for other text."""
     match = _LINK.match(text)
@@ -60,7 +64,8 @@ def parse_link(text: str) -> Link:
     rate, pcie, network = 0.0, _PCIE_NAME.match(name), _NETWORK.match(name)
     if pcie:
         generation, lanes = map(int, pcie.groups())
-        rate = lanes * _PCIE.get(generation, 0) / 8 if lanes in _LANES else 0
+        if generation in _GENERATIONS and lanes in _LANES:
+            rate = pcie_bytes_per_s(2**generation, lanes)
     elif network and "B/s" not in name:
         # Case matters only here: 100Gb/s is in bits, 12.5GB/s in bytes.
         rate = float(network.group(1)) * 1e9 / 8
