@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from tests.unit.sizing import families
 from tests.unit.sizing.families import FAMILIES, Family
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.commands.doctor.model import GroupRow
 
 KIB = 1 << 10
 
@@ -33,7 +32,7 @@ def run(*words: object, code: int = 0) -> Any:
 
 def report(*words: object, code: int = 0) -> SimpleNamespace:
     value = json.loads(run(*words, "--json", code=code).stdout)
-    value["groups"] = [GroupRow(**row) for row in value["groups"]]
+    value["groups"] = [SimpleNamespace(**row) for row in value["groups"]]
     return SimpleNamespace(**value)
 
 

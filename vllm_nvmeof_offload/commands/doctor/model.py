@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,30 +32,6 @@ _STORED = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class GroupRow:
-    """A KV cache group on one rank of the fullest stage. Bytes exclude padding.
-
-    A group that keeps all tokens has `token_bytes` per token; a group that keeps only the last
-    tokens has `boundary_chunks` and `boundary_bytes` per boundary. `slot_fill` is the share of a
-    slot that a chunk fills. Fields that do not apply are None.
-    """
-
-    group: int
-    kind: str
-    layers: str
-    reach_tokens: int | None
-    block_tokens: int
-    block_bytes: int
-    stored: str
-    chunk_tokens: int | None = None
-    chunk_bytes: int | None = None
-    token_bytes: float | None = None
-    boundary_chunks: int | None = None
-    boundary_bytes: int | None = None
-    slot_fill: float | None = None
-
-
 def examine_model(path: Path, kv_dtype: str, as_json: bool, **given: Any) -> int:
     """Print the report on the model in `path` and return the exit code. `given` has fields of
     `Deployment`. Raises ConfigError for an unusable value."""
@@ -65,14 +40,14 @@ def examine_model(path: Path, kv_dtype: str, as_json: bool, **given: Any) -> int
     sizes = KvSizes(model, Deployment(kv_element_bytes=element_bytes, **given))
     report = describe(sizes)
     if as_json:
-        print_json({**report, "groups": [asdict(row) for row in report["groups"]]})
+        print_json(report)
     else:
         _show(sizes, report)
     return 0 if report["works"] else FAILED
 
 
 def describe(sizes: KvSizes) -> dict[str, Any]:
-    """Return the output of `vllm-nvmeof doctor --model --json`, with a `GroupRow` for each group.
+    """Return the output of `vllm-nvmeof doctor --model --json`, with a row for each group.
 
     Bytes are for one rank. A hit ends at a multiple of `unit_tokens`. `boundary_tokens` is what the
     key's value "auto" stands for with this model, or 0 if the key has no effect.
@@ -107,33 +82,40 @@ def describe(sizes: KvSizes) -> dict[str, Any]:
 
 def _row(
     sizes: KvSizes, position: int, group: PlannedGroup, rank: RankGroup | None, slot: int
-) -> GroupRow:
+) -> dict[str, Any]:
+    """Return a KV cache group on one rank of the fullest stage. Bytes exclude padding.
+
+    A group that keeps all tokens has `token_bytes` per token; a group that keeps only the last
+    tokens has `boundary_chunks` and `boundary_bytes` per boundary. `slot_fill` is the share of a
+    slot that a chunk fills. Values that do not apply are None.
+    """
     stage = sizes.plan.stages[sizes.fullest]
     counted = Counter(page.cache.kind.value for page in group.pages if page.layer in stage)
     layers = ", ".join(f"{count} × {kind}" for kind, count in counted.items()) or "none here"
-    row = GroupRow(
-        group=position,
-        kind="not stored",
-        layers=layers,
-        reach_tokens=group.cache.reach_tokens,
-        block_tokens=group.block_tokens,
-        block_bytes=group.true_bytes(stage),
-        stored="nothing: vLLM recomputes it",
-    )
+    row = {
+        "group": position,
+        "kind": "not stored",
+        "layers": layers,
+        "reach_tokens": group.cache.reach_tokens,
+        "block_tokens": group.block_tokens,
+        "block_bytes": group.true_bytes(stage),
+        "stored": "nothing: vLLM recomputes it",
+        **dict.fromkeys(("chunk_tokens", "chunk_bytes", "token_bytes")),
+        **dict.fromkeys(("boundary_chunks", "boundary_bytes", "slot_fill")),
+    }
     if rank is None:
         return row
     one, payload, reach = rank.group, rank.payload_bytes, rank.group.reach_chunks
-    return replace(
-        row,
-        kind=one.kind.name.lower(),
-        stored=_STORED[one.kind],
-        chunk_tokens=one.tokens_per_chunk,
-        chunk_bytes=payload,
-        token_bytes=payload / one.tokens_per_chunk if reach is None else None,
-        boundary_chunks=reach,
-        boundary_bytes=None if reach is None else reach * payload,
-        slot_fill=payload / (slot - HEADER_BYTES),
-    )
+    return row | {
+        "kind": one.kind.name.lower(),
+        "stored": _STORED[one.kind],
+        "chunk_tokens": one.tokens_per_chunk,
+        "chunk_bytes": payload,
+        "token_bytes": payload / one.tokens_per_chunk if reach is None else None,
+        "boundary_chunks": reach,
+        "boundary_bytes": None if reach is None else reach * payload,
+        "slot_fill": payload / (slot - HEADER_BYTES),
+    }
 
 
 def _notes(sizes: KvSizes, stored: list[RankGroup], slot: int) -> Iterator[str]:
@@ -166,26 +148,26 @@ def _show(sizes: KvSizes, report: dict[str, Any]) -> None:
         console.print(line, highlight=False, markup=False)
 
 
-def _cells(row: GroupRow) -> tuple[str, ...]:
-    kept = {"full": "every token", "state": "one state"}.get(row.kind, "")
-    if row.reach_tokens is not None:
-        unit = "of the attention chunk of" if row.kind == "local" else "the last"
-        kept = f"{unit} {row.reach_tokens} tokens"
+def _cells(row: dict[str, Any]) -> tuple[str, ...]:
+    kept = {"full": "every token", "state": "one state"}.get(row["kind"], "")
+    if row["reach_tokens"] is not None:
+        unit = "of the attention chunk of" if row["kind"] == "local" else "the last"
+        kept = f"{unit} {row['reach_tokens']} tokens"
     chunk = per_boundary = ""
-    if row.chunk_bytes is not None:
-        chunk = f"{row.chunk_tokens} tokens, {human_bytes(row.chunk_bytes)}"
-        if row.boundary_chunks is not None:
-            per_boundary = f"{row.boundary_chunks} × {human_bytes(row.chunk_bytes)}"
+    if row["chunk_bytes"] is not None:
+        chunk = f"{row['chunk_tokens']} tokens, {human_bytes(row['chunk_bytes'])}"
+        if row["boundary_chunks"] is not None:
+            per_boundary = f"{row['boundary_chunks']} × {human_bytes(row['chunk_bytes'])}"
     return (
-        f"{row.group} {row.kind}",
-        row.layers,
+        f"{row['group']} {row['kind']}",
+        row["layers"],
         kept,
-        f"{row.block_tokens} tokens, {human_bytes(row.block_bytes)}",
+        f"{row['block_tokens']} tokens, {human_bytes(row['block_bytes'])}",
         chunk,
-        "" if row.token_bytes is None else human_bytes(row.token_bytes),
+        "" if row["token_bytes"] is None else human_bytes(row["token_bytes"]),
         per_boundary,
-        "" if row.slot_fill is None else f"{row.slot_fill:.0%}",
-        row.stored,
+        "" if row["slot_fill"] is None else f"{row['slot_fill']:.0%}",
+        row["stored"],
     )
 
 
