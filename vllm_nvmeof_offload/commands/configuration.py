@@ -21,7 +21,6 @@ import typer
 from rich.console import Console
 
 from vllm_nvmeof_offload import BACKEND
-from vllm_nvmeof_offload.chunk_size import GroupBlocks, blocks_of_chunk
 from vllm_nvmeof_offload.commands import print_json
 from vllm_nvmeof_offload.commands.size.deployment import VLLM_OPTIONS, Deployment
 from vllm_nvmeof_offload.commands.size.kv import REFUSED, REMEDY, KvSizes
@@ -281,9 +280,7 @@ def _check_model(found: Configured, shape: ModelShape, kv_dtype: str, given: dic
     sizes = KvSizes(shape, deployment)
     if not sizes.works:
         raise ConfigError("model", shape.name, f"{REFUSED}; {REMEDY}")
-    plan = sizes.plan
-    groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in plan.stored]
-    blocks, problem = blocks_of_chunk(config, groups, plan.stride_bytes(), len(plan.stages))
+    blocks, problem = sizes.plan.blocks_of_chunk(config)
     if problem:
         found.warnings.append(problem)
     sizes = KvSizes(shape, replace(deployment, blocks_per_chunk=blocks))

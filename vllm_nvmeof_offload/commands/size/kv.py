@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from vllm_nvmeof_offload.commands.size.deployment import Deployment, parse_link
 from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
 from vllm_nvmeof_offload.commands.size.plan import PlannedGroup, plan_groups
+from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.boundary import automatic
@@ -24,7 +25,6 @@ from vllm_nvmeof_offload.pool.format import ENTRY_BYTES
 from vllm_nvmeof_offload.pool.log import log_pages_of, with_log
 from vllm_nvmeof_offload.staging import split_slots
 from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
-
 
 #: The reason why a server with offloading refuses some models, and the remedy.
 REFUSED, REMEDY = "a model without KV that vLLM can offload", "serve this model without offloading"
@@ -109,7 +109,11 @@ class KvSizes:
         self.plan = plan_groups(model, deployment)
         self._stages = range(deployment.pipeline_parallel)
         self.fullest = max(self._stages, key=self.plan.stride_bytes)
-        self.blocks_per_chunk = self.plan.choose_blocks_per_chunk(deployment.blocks_per_chunk)
+        given = OffloadConfig(blocks_per_chunk=deployment.blocks_per_chunk)
+        try:
+            self.blocks_per_chunk, _ = self.plan.blocks_of_chunk(given)
+        except ConfigError as error:
+            raise ConfigError("--blocks-per-chunk", error.value, error.remedy) from None
 
     @property
     def works(self) -> bool:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from vllm_nvmeof_offload.chunk_size import GroupBlocks, blocks_that_fit, chunk_blocks, why_one_block
+from vllm_nvmeof_offload.chunk_size import GroupBlocks, blocks_of_chunk
 from vllm_nvmeof_offload.commands.size.deployment import (
     BLOCKS_OUTERMOST,
     LAYERS_OUTERMOST,
@@ -92,17 +92,13 @@ class Plan:
     def stored(self) -> tuple[PlannedGroup, ...]:
         return tuple(group for group in self.groups if group.stored)
 
-    def choose_blocks_per_chunk(self, given: int | None) -> int:
-        """Return `given` or, if it is None, the choice of a server with default settings. Raises
-        ConfigError if `given` cannot be used."""
+    def blocks_of_chunk(self, config: OffloadConfig) -> tuple[int, str]:
+        """Return what `chunk_size.blocks_of_chunk` returns for these groups; it raises the same
+        errors."""
         groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in self.stored]
         if not groups:
-            return given or 1
-        if given is not None and given > 1 and (reason := why_one_block(groups)):
-            raise ConfigError("--blocks-per-chunk", given, f"{reason}; leave it out")
-        shape = self.stride_bytes(), groups[0].block_tokens, len(self.stages)
-        wanted = chunk_blocks(OffloadConfig(), *shape)
-        return given or blocks_that_fit(groups, wanted)
+            return config.blocks_per_chunk or 1, ""
+        return blocks_of_chunk(config, groups, self.stride_bytes(), len(self.stages))
 
 
 def plan_groups(model: ModelShape, deployment: Deployment) -> Plan:
