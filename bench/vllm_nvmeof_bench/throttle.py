@@ -22,6 +22,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Self
 
+from vllm_nvmeof_bench.servers.server import process_stats
 from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.fabric.topology import device_of_mount
 from vllm_nvmeof_offload.mounts import Mount, read_mounts
@@ -144,13 +145,7 @@ def _write_if_possible(path: Path, text: str) -> None:
 
 def processes_of(group: int) -> list[int]:
     """Return the IDs of the processes in a process group that have not exited."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, _, pgrp = stat.read_text().rpartition(")")[2].split()[:3]
-            if int(pgrp) == group and state not in "ZX":
-                found.append(int(stat.parent.name))
-    return found
+    return [pid for pid, fields in process_stats(group) if fields[0] not in "ZX"]
 
 
 class Throttle:

@@ -43,28 +43,27 @@ class ReservedPort(socket.socket):
         self.number = int(self.getsockname()[1])
 
 
-def process_stats() -> Iterator[list[str]]:
-    """Yield the fields of each process's /proc/PID/stat, starting with the state. Fields 0 to 2 are
-    the state, parent and process group; 11 to 14 the CPU ticks of the process and its exited
-    children; 17 the number of threads."""
+def process_stats(group: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield the ID and the fields of /proc/PID/stat, starting with the state, of each process in a
+    process group. Field 0 is the state, 11 to 14 are the CPU ticks of the process and its exited
+    children, and 17 is the number of threads."""
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # the process has exited
-            yield stat.read_text(errors="replace").rpartition(")")[2].split()
+            fields = stat.read_text(errors="replace").rpartition(")")[2].split()
+            if int(fields[2]) == group:
+                yield int(stat.parent.name), fields
 
 
 def group_alive(group: int) -> bool:
     """Return whether any process of the group is running. A zombie counts as running, and holds its
     locks, if it has other threads, like a killed process that is waiting for a disk."""
-    return any(
-        int(stat[2]) == group and (stat[0] not in "ZX" or int(stat[17]) > 1)
-        for stat in process_stats()
-    )
+    return any(one[0] not in "ZX" or int(one[17]) > 1 for _, one in process_stats(group))
 
 
 def group_cpu_s(group: int) -> float:
     """Return the CPU seconds so far of the group's processes and their exited children."""
-    times = (stat[11:15] for stat in process_stats() if int(stat[2]) == group)
-    return sum(int(ticks) for of_one in times for ticks in of_one) / os.sysconf("SC_CLK_TCK")
+    ticks = (sum(map(int, fields[11:15])) for _, fields in process_stats(group))
+    return sum(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 #: The model's name in the servers' APIs.
