@@ -5,8 +5,8 @@ define `COMMANDS`."""
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +35,18 @@ BENCHMARKS = {
 
 @dataclass(frozen=True)
 class Group:
-    """One `bench` command. panel: the help panel that lists it. cases: case name → benchmark; empty
-    if the command itself is a benchmark. help: the help text of a command with cases."""
+    """One `bench` command. panel: the help panel that lists it. cases: the benchmarks that are its
+    subcommands; empty if the command itself is a benchmark. help: the help text with cases."""
 
     panel: str
-    cases: Mapping[str, str] = field(default_factory=dict)
+    cases: tuple[str, ...] = ()
     help: str = ""
 
 
 GROUPS = {
     "serve": Group(
         SERVERS,
-        {name: name for name in ("ttft", "hits", "turns", "stall", "moving")},
+        ("ttft", "hits", "turns", "stall", "moving"),
         "Measure whole servers: those given by URL, or small ones that the command starts.",
     ),
     "replay": Group(SERVERS),
@@ -84,11 +84,8 @@ def command(name: str) -> Command:
 
 def words_of(name: str) -> str:
     """Return the words that select a benchmark on the command line, after `bench`."""
-    for command_name, group in GROUPS.items():
-        for case, benchmark in group.cases.items():
-            if benchmark == name:
-                return f"{command_name} {case}"
-    return name
+    above = [f"{command_name} " for command_name, group in GROUPS.items() if name in group.cases]
+    return "".join(above) + name
 
 
 def _modules(name: str) -> tuple[str, str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_type_hints
 
@@ -39,10 +38,10 @@ class _Benches(TyperGroup):
         if group is None:
             return None
         if not group.cases:
-            return _bench(cmd_name, cmd_name, group.panel)
+            return _bench(cmd_name, group.panel)
         return TyperGroup(
             name=cmd_name,
-            commands={case: _bench(case, name) for case, name in group.cases.items()},
+            commands={name: _bench(name) for name in group.cases},
             help=group.help,
             no_args_is_help=True,
             rich_help_panel=group.panel,
@@ -57,8 +56,8 @@ bench_app = typer.Typer(
 )
 
 
-def _bench(command_name: str, name: str, panel: str | None = None) -> Any:
-    return bench_of(command_name, benchmarks.report_of(name), benchmarks.command(name), panel)
+def _bench(name: str, panel: str | None = None) -> Any:
+    return bench_of(name, benchmarks.report_of(name), benchmarks.command(name), panel)
 
 
 def bench_of(command_name: str, found: Report, command: Command, panel: str | None = None) -> Any:
@@ -77,20 +76,9 @@ def bench_of(command_name: str, found: Report, command: Command, panel: str | No
     }
     if found.goals is not None:
         options |= {"goals": (Goals, True), "check": (Check, False)}
-    return _command_of(command_name, run, options, command.help, panel)
-
-
-def _command_of(
-    name: str,
-    function: Callable[..., None],
-    options: dict[str, tuple[Any, Any]],
-    text: str,
-    panel: str | None = None,
-) -> Any:
-    """Build a command. options: name → (type, default), as typer expects. text: the help text."""
-    function.__doc__ = text
-    function.__annotations__ = {name: kind for name, (kind, _) in options.items()}
-    function.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    run.__doc__ = command.help
+    run.__annotations__ = {name: kind for name, (kind, _) in options.items()}
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         [
             inspect.Parameter(
                 name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind
@@ -99,7 +87,7 @@ def _command_of(
         ]
     )
     app = typer.Typer(add_completion=False)
-    app.command(name, rich_help_panel=panel)(function)
+    app.command(command_name, rich_help_panel=panel)(run)
     return typer.main.get_command(app)
 
 
