@@ -102,6 +102,38 @@ def distinct(samples: Iterable[Any], field: str) -> list[Any]:
     return list(dict.fromkeys(getattr(one, field) for one in samples))
 
 
+def levels(samples: Iterable[Any], field: str) -> list[Any]:
+    """Return a field's distinct values in ascending order."""
+    return sorted(set(distinct(samples, field)))
+
+
+def ratios_by_round(
+    samples: Sequence[Sample],
+    measure: Callable[[Sequence[Sample], str], float | None],
+    arm: str,
+    other: str,
+) -> list[float]:
+    """Return the ratio of `arm` to `other` for each round that measured both. measure: a function
+    of a round's samples and an arm."""
+    rounds = (select(samples, round=one) for one in levels(samples, "round"))
+    pairs = [(measure(some, arm), measure(some, other)) for some in rounds]
+    return [a / b for a, b in pairs if a is not None and b]
+
+
+def same_answers(samples: Iterable[Any], *fields: str) -> tuple[int, int]:
+    """Return (answers that equal the first complete answer with the same fields, answers
+    compared)."""
+    first: dict[tuple[Any, ...], str] = {}
+    same = compared = 0
+    for one in samples:
+        if one.failure is None:
+            key = tuple(getattr(one, field) for field in fields)
+            compared += key in first
+            same += key in first and first[key] == one.digest
+            first.setdefault(key, one.digest)
+    return same, compared
+
+
 def values_of(samples: Iterable[Any], measure: str, **wanted: object) -> list[float]:
     """Return a measure's values in the selected samples, without None."""
     values = [getattr(one, measure) for one in select(samples, **wanted)]

@@ -23,7 +23,7 @@ from vllm_nvmeof_bench.report import (
     medians,
     tails,
 )
-from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, select
+from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, levels, select
 
 OURS, STICKY, PEER = "ours", "sticky", "peer"
 #: The arms compared with ours → the required ratios.
@@ -102,12 +102,10 @@ def ratio_of_tokens(samples: Samples, arm: str, other: str) -> list[float]:
 def _by_round(
     samples: Samples, arm: str, other: str, measure: Callable[[Samples], float | None]
 ) -> list[float]:
-    found = []
-    for one in sorted(set(distinct(samples, "round"))):
-        ours, theirs = (measure(select(samples, arm=name, round=one)) for name in (arm, other))
-        if ours and theirs:
-            found.append(ours / theirs)
-    return found
+    found = results.ratios_by_round(
+        samples, lambda some, name: measure(select(some, arm=name)), arm, other
+    )
+    return [one for one in found if one]
 
 
 def _found(samples: Samples, *places: str) -> float | None:
@@ -119,14 +117,8 @@ def _found(samples: Samples, *places: str) -> float | None:
 
 def different(samples: Samples) -> tuple[int, int]:
     """Return (answers that differ from the first answer of the same turn, answers compared)."""
-    first: dict[tuple[int, int, int], str] = {}
-    unequal = compared = 0
-    for one in samples:
-        if one.failure is None:
-            key = (one.round, one.conversation, one.turn)
-            compared += key in first
-            unequal += first.setdefault(key, one.digest) != one.digest
-    return unequal, compared
+    same, compared = results.same_answers(samples, "round", "conversation", "turn")
+    return compared - same, compared
 
 
 def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
@@ -178,10 +170,10 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         of_arm("where", places),
         of_arm("failures", lambda mine: sum(one.failure is not None for one in mine)),
     ]
-    rounds = len(set(distinct(samples, "round")))
+    rounds = len(distinct(samples, "round"))
     title = f"TTFT and found: from the second turn on; rounds: {rounds}"
     yield Table(title, columns, [{"arm": arm} for arm in arms])
-    turns = [{"turn": turn} for turn in sorted(set(distinct(samples, "turn")))]
+    turns = [{"turn": turn} for turn in levels(samples, "turn")]
     columns = [
         by("turn", show=lambda turn: str(turn + 1)),
         *arm_columns(samples, arms, "ttft_s", scale=0.001),

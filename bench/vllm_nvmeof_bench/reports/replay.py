@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from vllm_nvmeof_bench import results
 from vllm_nvmeof_bench.report import Column, Conditions, Report, Table, compared
 from vllm_nvmeof_bench.results import distinct, median, percentile, select, values_of
 
@@ -65,13 +66,10 @@ def summary_of(samples: Sequence[Sample], arm: str) -> dict[str, float]:
 
 def ratio(samples: Sequence[Sample], name: str, arm: str, other: str) -> list[float]:
     """Return the per-round ratios of `arm` to `other` for one of the figures in `summary_of`."""
-    found = []
-    for number in sorted(set(distinct(samples, "round"))):
-        part = select(samples, round=number)
-        ours, theirs = (summary_of(part, one).get(name) for one in (arm, other))
-        if ours and theirs:
-            found.append(ours / theirs)
-    return found
+    found = results.ratios_by_round(
+        samples, lambda some, one: summary_of(some, one).get(name), arm, other
+    )
+    return [one for one in found if one]
 
 
 def _lines(conditions: Conditions) -> Iterator[str]:

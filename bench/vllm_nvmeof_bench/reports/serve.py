@@ -20,7 +20,7 @@ from vllm_nvmeof_bench.report import (
     compared,
     ratios_of,
 )
-from vllm_nvmeof_bench.results import distinct, mean, paired, select, spread_of
+from vllm_nvmeof_bench.results import distinct, levels, mean, paired, select, spread_of
 
 #: (our arm, its rival): vLLM's with the same CPU memory and storage, or ours on faster storage. On
 #: a GPU, our arm's name can include a copy backend.
@@ -139,16 +139,12 @@ def ratio_of_ttft(
     return [a / b for a, b in pairs if b]
 
 
-def ratio_of_hits(samples: Sequence[Any], arm: str, other: str, rate: int) -> list[float]:
-    """Return the per-round ratios of the throughput of `arm` to that of `other`."""
+def ratio_of_hits(
+    samples: Sequence[Any], arm: str, other: str, rate: int, measure: str = "tokens_per_s"
+) -> list[float]:
+    """Return the per-round ratios of a measure on `arm` to that on `other`."""
     above, below = ({"arm": name, "rate": rate} for name in (arm, other))
-    return [a / b for a, b in paired(samples, "tokens_per_s", above, below) if b]
-
-
-def ratio_of_cpu(samples: Sequence[Any], arm: str, other: str, rate: int) -> list[float]:
-    """Return the per-round ratios of the CPU seconds of `arm` to those of `other`."""
-    above, below = ({"arm": name, "rate": rate} for name in (arm, other))
-    return [a / b for a, b in paired(samples, "cpu_s", above, below) if b]
+    return [a / b for a, b in paired(samples, measure, above, below) if b]
 
 
 @dataclass(frozen=True)
@@ -186,39 +182,21 @@ def ratio_of_turns(
     samples: Sequence[Any], arm: str, other: str, concurrency: int, name: str = "tokens_per_s"
 ) -> list[float]:
     """Return the per-round ratios of `arm` to `other` for one of the figures in `Turns`."""
-    found = []
-    for index in _levels(samples, "round"):
-        part = select(samples, round=index)
-        mine, theirs = (getattr(turns_of(part, one, concurrency), name) for one in (arm, other))
-        if mine is not None and theirs:
-            found.append(mine / theirs)
-    return found
+
+    def measure(some: Sequence[Any], one: str) -> float | None:
+        found: float | None = getattr(turns_of(some, one, concurrency), name)
+        return found
+
+    return results.ratios_by_round(samples, measure, arm, other)
 
 
 _RATIOS = {"tokens/s": "tokens_per_s", "TTFT avg": "ttft_mean_s", "TTFT P95": "ttft_p95_s"}
-
-
-def _same_turns(samples: Sequence[Any]) -> tuple[int, int]:
-    """Return (answers equal to the first arm's answer to the same turn, answers compared)."""
-    first: dict[tuple[int, ...], str] = {}
-    same = compared = 0
-    for one in samples:
-        if one.failure is None:
-            key = (one.concurrency, one.round, one.conversation, one.turn)
-            compared += key in first
-            same += key in first and first[key] == one.digest
-            first.setdefault(key, one.digest)
-    return same, compared
 
 
 def _ordered(samples: Iterable[Any], conditions: Conditions) -> list[Any]:
     """Return the samples in order of arms; comparisons are relative to the first arm."""
     order = list(conditions.get("arms", {}))
     return sorted(samples, key=lambda one: order.index(one.arm) if order else 0)
-
-
-def _levels(samples: Sequence[Any], field: str) -> list[Any]:
-    return sorted(set(distinct(samples, field)))
 
 
 def _found_table(samples: Sequence[Any], field: str, form: str) -> Table:
@@ -248,7 +226,7 @@ def _rivals_table(
 
 def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
     samples = _ordered(samples, conditions)
-    arms, lengths = distinct(samples, "arm"), _levels(samples, "length")
+    arms, lengths = distinct(samples, "arm"), levels(samples, "length")
     phases = {"cold": "first time", "back": "returning"}
     rows = [{"length": length, "phase": phase} for length in lengths for phase in phases]
     counts = {len(select(samples, arm=arm, **row)) for arm in arms for row in rows}
@@ -285,7 +263,7 @@ def _ttft_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
 
 def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
     samples = _ordered(samples, conditions)
-    arms, rates = distinct(samples, "arm"), _levels(samples, "rate")
+    arms, rates = distinct(samples, "arm"), levels(samples, "rate")
     rows = [{"rate": rate} for rate in rates]
     at = by("rate", "hit rate", "{} %".format)
     requests = samples[0].requests if samples else 0
@@ -308,7 +286,9 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
     ratios: dict[str, Callable[[str, str], list[float]]] = {}
     for rate in rates:
         ratios[f"throughput at {rate} % hits"] = partial(ratio_of_hits, samples, rate=rate)
-        ratios[f"CPU seconds at {rate} % hits"] = partial(ratio_of_cpu, samples, rate=rate)
+        ratios[f"CPU seconds at {rate} % hits"] = partial(
+            ratio_of_hits, samples, rate=rate, measure="cpu_s"
+        )
     yield _rivals_table(samples, ratios)
     costs = [
         ("throughput", ours, "none", found, False)
@@ -333,8 +313,8 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
 def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Table | str]:
     """Yield tables, the first with the columns of the OpenFlex Data24 table."""
     samples = _ordered(samples, conditions)
-    arms, levels = distinct(samples, "arm"), _levels(samples, "concurrency")
-    found = {(level, arm): turns_of(samples, arm, level) for level in levels for arm in arms}
+    arms, at_once = distinct(samples, "arm"), levels(samples, "concurrency")
+    found = {(level, arm): turns_of(samples, arm, level) for level in at_once for arm in arms}
 
     def places(row: tuple[int, str]) -> str:
         shares = zip(found[row].found, ("GPU", "CPU", "pool", "other"), strict=False)
@@ -353,17 +333,18 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
         get = partial(lambda row, name: getattr(found[row], name), name=name)
         columns.append(Column(title, get, "{:,.0f}", scale))
     columns += [Column("failures", lambda row: found[row].failures), Column("found", places)]
-    rounds = len(set(distinct(samples, "round")))
+    rounds = len(distinct(samples, "round"))
     title = f"Conversations; rounds, taken together: {rounds}"
     yield Table(title, columns, found, grouped=True)
     yield "tokens/s: of all prompts and answers; found: share of the prompts' tokens"
     ratios = {
         f"{title} at {level}": partial(ratio_of_turns, samples, concurrency=level, name=name)
         for title, name in _RATIOS.items()
-        for level in levels
+        for level in at_once
     }
     yield _rivals_table(samples, ratios)
-    same, compared = _same_turns(samples)
+    turn = ("concurrency", "round", "conversation", "turn")
+    same, compared = results.same_answers(samples, *turn)
     yield f"answers that equal the first arm's: {same} of {compared}"
 
 

@@ -39,7 +39,7 @@ from vllm_nvmeof_bench.reports.moving import (
     ratio_of_ttft,
     tokens_per_s,
 )
-from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample, ratio_of_cpu
+from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample, ratio_of_hits
 from vllm_nvmeof_bench.reports.stall import ALONE, BACK, IN_GPU, PHASES
 from vllm_nvmeof_bench.reports.stall import Sample as GapSample
 from vllm_nvmeof_bench.reports.stall import goals as stall_goals
@@ -196,8 +196,10 @@ def test_a_rate_has_the_cpu_seconds_of_both_servers_where_they_are_known() -> No
     def sample(arm: str, cpu_s: float | None) -> HitSample:
         return HitSample(arm, 50, 0, 1, 0, 1.0, 9, 1, None, 0, 0, 0, 0, 0, 0, cpu_s)
 
-    assert ratio_of_cpu([sample("full", 3.0), sample("peer_full", 2.0)], *RIVALS, 50) == [1.5]
-    assert ratio_of_cpu([sample("full", 3.0), sample("peer_full", None)], *RIVALS, 50) == []
+    both = [sample("full", 3.0), sample("peer_full", 2.0)]
+    assert ratio_of_hits(both, *RIVALS, 50, "cpu_s") == [1.5]
+    one = [sample("full", 3.0), sample("peer_full", None)]
+    assert ratio_of_hits(one, *RIVALS, 50, "cpu_s") == []
 
 
 def test_the_cpu_time_of_a_group_counts_children_that_have_ended() -> None:
