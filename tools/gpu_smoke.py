@@ -12,10 +12,11 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from importlib import import_module, metadata
+from importlib import import_module
 from typing import Any
 
 import numpy as np
+from vllm_nvmeof_bench.conditions import packages
 from vllm_nvmeof_bench.copy import World, load_theirs
 
 from vllm_nvmeof_offload.copy.base import Direction
@@ -53,14 +54,6 @@ class Smoke:
         except Exception as error:  # noqa: BLE001 - any part may be missing here
             self.failed = True
             self.report(step=step, failed=f"{type(error).__name__}: {error}".splitlines()[0])
-
-
-def report_versions(smoke: Smoke) -> None:
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    smoke.report(versions=found)
 
 
 def report_ceilings(smoke: Smoke, torch: Any) -> None:
@@ -169,7 +162,7 @@ def report_world(smoke: Smoke, cuda: Cuda, kernel: int, size: int, sizes: tuple[
 
 def main() -> int:
     smoke = Smoke()
-    report_versions(smoke)
+    smoke.report(versions=packages(PACKAGES))
     import torch
 
     torch.zeros(1, device="cuda")

@@ -74,7 +74,7 @@ from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp
 from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.native import core
-from vllm_nvmeof_offload.pool.format import SLAB_FILE, Keyspace
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, SLAB_FILE, Keyspace
 from vllm_nvmeof_offload.pool.log import with_log
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
@@ -376,7 +376,6 @@ def _cut(blocks: Sequence[int], step: int) -> list[Sequence[int]]:
     return [blocks[start : start + step] for start in range(0, len(blocks), step)]
 
 
-_TABLE_ENTRY_BYTES = 64
 _KEY_BYTES = 36
 #: The fields of the product's `Tuning` that affect the measurements.
 _BOUNDS = (
@@ -408,7 +407,7 @@ class Ground:
         self.checksums = core.choose_crc(staging.map.base_address, len(staging.view))
         spec = PoolSpec(
             targets=(directory,),
-            pool_bytes=with_log(blocks * (self.slot_bytes + _TABLE_ENTRY_BYTES)),
+            pool_bytes=with_log(blocks * (self.slot_bytes + ENTRY_BYTES)),
             payload_bytes=block_bytes,
             keyspace=Keyspace.of({"bench": block_bytes}),
             o_direct="auto",

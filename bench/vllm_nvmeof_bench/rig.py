@@ -37,7 +37,7 @@ from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.io.base import IoEngine, IoOp, Waker
 from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.manager.handshake import CoreConfig
-from vllm_nvmeof_offload.pool.format import Keyspace
+from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, Keyspace
 from vllm_nvmeof_offload.pool.log import with_log
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
 from vllm_nvmeof_offload.protocol import (
@@ -53,7 +53,6 @@ from vllm_nvmeof_offload.units import KIB, MIB, slot_stride_bytes
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
 _STREAM_SLOTS_MAX = 64
-_TABLE_ENTRY_BYTES = 64
 _KEY_BYTES = 36
 _STALL_S = 120.0
 _POLL_S = 0.002
@@ -134,7 +133,7 @@ class Rig:
         ]
         spec = PoolSpec(
             targets=(directory,),
-            pool_bytes=with_log(count * (settings.slot_bytes + _TABLE_ENTRY_BYTES)),
+            pool_bytes=with_log(count * (settings.slot_bytes + ENTRY_BYTES)),
             payload_bytes=settings.chunk_bytes,
             keyspace=Keyspace.of({"bench": "tier"}),
         )
