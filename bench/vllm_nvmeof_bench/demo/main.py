@@ -31,6 +31,7 @@ from vllm_nvmeof_bench.conditions import at_start
 from vllm_nvmeof_bench.demo import workload
 from vllm_nvmeof_bench.demo.report import Report
 from vllm_nvmeof_bench.demo.workload import CrowdPlan, Plan, Runs
+from vllm_nvmeof_bench.reports.demo import tables
 from vllm_nvmeof_bench.servers import smollm2
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
 from vllm_nvmeof_bench.servers.forked import import_vllm, start
@@ -173,7 +174,8 @@ def _conditions(model: str, spec: ServerSpec, plan: Plan, shape: ModelShape) -> 
 def _finish(console: Console, report: Report, json_path: Path) -> int:
     seen, data, failures = report.comparison(), report.data(), report.failures()
     console.print()
-    console.print(report.table(), soft_wrap=False)
+    for table in tables(report.samples(), report.conditions):
+        console.print(table, soft_wrap=False)
     console.print(
         f"{seen.tokens} greedy tokens of {seen.answers} answers compared with the server "
         f"without offloading: {'identical' if seen.identical else 'DIFFERENT'}; "

@@ -1,24 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The demo's results, verdict and table. Samples are in seconds; their cases are:
-
-    cold                first turns on the offloading server, which has nothing to load
-    cpu_tier            later turns whose prompt was loaded mostly from pinned CPU memory
-    pool                later turns whose prompt was loaded mostly from the pool's files
-    restart             each conversation's first turn after the server restarts
-    preempted           resumes of preempted requests with offloading (`workload.resume_times_s`)
-    preempted_recompute the same crowd's resumes without offloading
-
-`speedup` is a ratio of medians. For later turns, the numerator is the median of cold first turns,
-with or without offloading, whichever is smaller; their prompts are slightly shorter. For
-`preempted`, the numerator is the median of `preempted_recompute`.
-"""
+"""The demo's results and verdict. `reports.demo` describes the cases of the samples."""
 
 from __future__ import annotations
 
 import io
 import json
 import re
-import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +19,8 @@ from rich.table import Table
 
 from vllm_nvmeof_bench.demo.chat import words
 from vllm_nvmeof_bench.demo.workload import Session
-from vllm_nvmeof_bench.results import SCHEMA
+from vllm_nvmeof_bench.reports.demo import RETURNING, Sample, speedup
+from vllm_nvmeof_bench.results import SCHEMA, distinct
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.model import distinct_ratio
 
@@ -44,10 +32,8 @@ SPEEDUP_MIN = 3.0
 #: An answer with a smaller share of distinct 3-grams counts as a loop, which would hide wrong KV.
 DISTINCT_RATIO_MIN = 0.5
 
-#: The case of cold first turns without offloading in the results file.
-NONE = "cold_without"
-_RETURNING = ("cpu_tier", "pool", "restart")
 _TITLES = {
+    "cold_without": "cold, no offloading",
     "cold": "cold",
     "cpu_tier": "back, from CPU tier",
     "pool": "back, from pool",
@@ -106,40 +92,35 @@ class Report:
     restarted: Session
     conditions: dict[str, Any] = field(default_factory=dict)
 
-    def samples(self) -> dict[str, list[float]]:
-        """Return case → samples in seconds."""
+    def samples(self) -> list[Sample]:
+        """Return the samples in order of cases."""
         out: dict[str, list[float]] = {name: [] for name in _TITLES}
+        for turn in self.baseline.turns:
+            if turn.case == "cold":
+                out["cold_without"].append(turn.answer.ttft_s)
         for turn in self.offloaded.turns:
-            if turn.case in ("cold", *_RETURNING):
+            if turn.case in ("cold", *RETURNING):
                 out[turn.case].append(turn.answer.ttft_s)
-        restarted = (turn for turn in self.restarted.turns if turn.case in _RETURNING)
+        restarted = (turn for turn in self.restarted.turns if turn.case in RETURNING)
         out["restart"] = [turn.answer.ttft_s for turn in restarted]
         out["preempted"] = self.offloaded.crowd.resumes_s
         out["preempted_recompute"] = self.baseline.crowd.resumes_s
-        return out
+        return [Sample(case, seconds) for case, values in out.items() for seconds in values]
 
     def comparison(self) -> Comparison:
         """Compare both offloading servers' answers with those of the server without offloading."""
         got = self.offloaded.answers() | self.restarted.answers()
         return compare(self.baseline.answers(), got)
 
-    def baseline_cold(self) -> list[float]:
-        """Return the TTFTs of cold first turns without offloading, in seconds."""
-        return [t.answer.ttft_s for t in self.baseline.turns if t.case == "cold"]
-
     def speedups(self) -> dict[str, float]:
         """Return case → speed-up, for cases with samples."""
         samples = self.samples()
-        cold = min(map(statistics.median, filter(None, (samples["cold"], self.baseline_cold()))))
-        against = dict.fromkeys(_RETURNING, cold)
-        if samples["preempted_recompute"]:
-            against["preempted"] = statistics.median(samples["preempted_recompute"])
-        pairs = ((name, base, samples[name]) for name, base in against.items())
-        return {name: base / statistics.median(have) for name, base, have in pairs if have}
+        found = {case: speedup(samples, case) for case in _TITLES}
+        return {case: times for case, times in found.items() if times is not None}
 
     def failures(self) -> list[str]:
         """Return why the demo failed, one line per reason; empty if it passed."""
-        seen, samples = self.comparison(), self.samples()
+        seen, measured = self.comparison(), distinct(self.samples(), "case")
         out = list(seen.differences)
         if seen.logprob_difference_max > LOGPROB_TOLERANCE:
             out.append(
@@ -148,7 +129,7 @@ class Report:
             )
         if seen.distinct_ratio_min < DISTINCT_RATIO_MIN and not self._speaks:
             out.append(f"an answer is a loop: {seen.distinct_ratio_min:.0%} distinct 3-grams")
-        out += [f"{title}: never seen" for name, title in _TITLES.items() if not samples[name]]
+        out += [f"{title}: never seen" for name, title in _TITLES.items() if name not in measured]
         out += [
             f"{t.conversation}, turn {t.number}: found {t.found_tokens} of {t.prompt_tokens} "
             f"prompt tokens"
@@ -158,9 +139,9 @@ class Report:
         if not self.offloaded.reloaded_tokens:
             out.append("no token of a preempted request was reloaded")
         out += [
-            f"{_TITLES[name]}: only {speedup:.1f}× faster than cold"
-            for name, speedup in self.speedups().items()
-            if name in _RETURNING and speedup < SPEEDUP_MIN
+            f"{_TITLES[name]}: only {times:.1f}× faster than cold"
+            for name, times in self.speedups().items()
+            if name in RETURNING and times < SPEEDUP_MIN
         ]
         return out
 
@@ -172,9 +153,7 @@ class Report:
             "schema": SCHEMA,
             "bench": "demo",
             "samples": [
-                {"case": name, "seconds": round(value, 4)}
-                for name, values in {NONE: self.baseline_cold(), **self.samples()}.items()
-                for value in values
+                {"case": one.case, "seconds": round(one.seconds, 4)} for one in self.samples()
             ],
             "speedup": {name: round(value, 2) for name, value in self.speedups().items()},
             "external_hit_tokens": sum(one.external_hit_tokens for one in sessions[1:]),
@@ -211,20 +190,6 @@ class Report:
     def write(self, path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(self.data(), indent=1) + "\n")
-
-    def table(self) -> Table:
-        table = Table(title="Time to first token (preempted: from room to next token)")
-        table.add_column("case", no_wrap=True)
-        for heading in ("samples", "median", "least", "most", "speed-up"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        speedups, samples = self.speedups(), {"": self.baseline_cold(), **self.samples()}
-        for name, values in samples.items():
-            times = (statistics.median(values), min(values), max(values)) if values else ()
-            cells = [f"{t:.3f} s" for t in times] or ["-"] * 3
-            ratio = f"{speedups[name]:.1f}×" if name in speedups else ""
-            title = _TITLES.get(name, "cold, no offloading")
-            table.add_row(title, str(len(values)), *cells, ratio)
-        return table
 
 
 def picture_of(data: Mapping[str, Any]) -> str:

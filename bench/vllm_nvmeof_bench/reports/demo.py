@@ -1,19 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report on the demo's results, without the verdict of `vllm_nvmeof_bench.demo.report`."""
+"""The demo's cases and their report, without the verdict of `vllm_nvmeof_bench.demo.report`.
+
+cold_without        first turns on the server without offloading
+cold                first turns on the offloading server, which has nothing to load
+cpu_tier            later turns whose prompt was loaded mostly from pinned CPU memory
+pool                later turns whose prompt was loaded mostly from the pool's files
+restart             each conversation's first turn after the server restarts
+preempted           resumes of preempted requests with offloading (`workload.resume_times_s`)
+preempted_recompute the same crowd's resumes without offloading
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from vllm_nvmeof_bench.report import Column, Conditions, Report, Table, by, medians
-from vllm_nvmeof_bench.results import median_of, select
+from vllm_nvmeof_bench.report import Column, Conditions, Report, Table, by, counts, medians
+from vllm_nvmeof_bench.results import distinct, median_of
 
-#: Case → the base case for its speed-up.
-_BASES = {
-    **dict.fromkeys(("cpu_tier", "pool", "restart"), "cold_without"),
-    "preempted": "preempted_recompute",
-}
+COLD, RETURNING = ("cold_without", "cold"), ("cpu_tier", "pool", "restart")
+#: Case → the base cases for its speed-up. Prompts of cold first turns are slightly shorter.
+_BASES = {**dict.fromkeys(RETURNING, COLD), "preempted": ("preempted_recompute",)}
 
 
 @dataclass(frozen=True)
@@ -24,21 +31,24 @@ class Sample:
     seconds: float
 
 
-def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table | str]:
-    rows = [{"case": case} for case in dict.fromkeys(one.case for one in samples)]
+def speedup(samples: Sequence[Sample], case: str) -> float | None:
+    """Return the smallest median of the case's base cases divided by the case's median; None if
+    either was not measured."""
+    own = median_of(samples, "seconds", case=case)
+    bases = [median_of(samples, "seconds", case=base) for base in _BASES.get(case, ())]
+    least = min(filter(None, bases), default=None)
+    return least / own if least and own else None
 
-    def speedup(row: dict[str, str]) -> float | None:
-        base = median_of(samples, "seconds", case=_BASES.get(row["case"], ""))
-        own = median_of(samples, "seconds", **row)
-        return base / own if base and own else None
 
+def tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table | str]:
+    rows = [{"case": case} for case in distinct(samples, "case")]
     columns = [
         by("case"),
         medians(samples, "seconds", "seconds", "{:.3f}", ranged=True),
-        Column("times as fast", speedup, "{:.1f}"),
-        Column("n", lambda row: len(select(samples, **row))),
+        Column("times as fast", lambda row: speedup(samples, row["case"]), "{:.1f}"),
+        counts(samples),
     ]
     yield Table("Time to first token; of preempted requests, to the next token", columns, rows)
 
 
-REPORTS = (Report("demo", "The demo", Sample, _tables),)
+REPORTS = (Report("demo", "The demo", Sample, tables),)
