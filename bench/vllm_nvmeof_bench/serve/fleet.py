@@ -31,7 +31,7 @@ from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.servers import smollm2
 from vllm_nvmeof_bench.servers.client import Client, Tokens
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
-from vllm_nvmeof_bench.servers.model import HybridShape, ModelShape, make_hybrid, make_model
+from vllm_nvmeof_bench.servers.model import HybridShape, ModelShape, make_model
 from vllm_nvmeof_bench.servers.server import (
     BLOCK_TOKENS,
     STREAM_SLOTS,
@@ -282,12 +282,13 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
     if arm.tier == "none":
         return None
     if arm.peer:
+        fs: dict[str, object] = {"type": "fs", "root_dir": str(place)}
         extra = {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": sizes.staging_bytes(arm.tier),
             "block_size": BLOCK_TOKENS,
             "offload_prompt_only": False,
-            "secondary_tiers": [_lifeboat(place, sizes) if arm.lifeboat else _fs(place)],
+            "secondary_tiers": [_lifeboat(place, sizes) if arm.lifeboat else fs],
         }
         if has_cpu_engine():
             extra["spec_name"] = "HostTieringOffloadingSpec"
@@ -306,10 +307,6 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
         read_deadline_ms=_READ_DEADLINE_MS,
         **({"copy_backend": arm.copy_backend} if arm.copy_backend else {}),
     )
-
-
-def _fs(place: Path) -> dict[str, object]:
-    return {"type": "fs", "root_dir": str(place)}
 
 
 def _lifeboat(place: Path, sizes: Sizes) -> dict[str, object]:
@@ -516,8 +513,6 @@ def _made(sizes: Sizes) -> Path:
     """Make the model unless it exists; return its directory."""
     if sizes.shape == smollm2.SHAPE:
         return smollm2.make()
-    if isinstance(sizes.shape, HybridShape):
-        return make_hybrid(sizes.models.resolve(), sizes.shape)
     return make_model(sizes.models.resolve(), sizes.shape)
 
 

@@ -74,6 +74,13 @@ class ModelShape:
         text = json.dumps({"format": _FORMAT, **asdict(self)}, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
+    def write(self, directory: Path) -> None:
+        """Write the model's files."""
+        _write_weights(directory / "model.safetensors", self)
+        write_tokenizer(directory, self)
+        (directory / "config.json").write_text(json.dumps(_config(self), indent=1))
+        (directory / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+
 
 def make_model(root: Path, shape: ModelShape | None = None) -> Path:
     """Create the model under `root` unless it exists; return its directory, which is created
@@ -84,10 +91,7 @@ def make_model(root: Path, shape: ModelShape | None = None) -> Path:
         return directory
     root.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=root))
-    _write_weights(partial / "model.safetensors", shape)
-    write_tokenizer(partial, shape)
-    (partial / "config.json").write_text(json.dumps(_config(shape), indent=1))
-    (partial / "generation_config.json").write_text(json.dumps({"do_sample": False}))
+    shape.write(partial)
     try:
         partial.rename(directory)
     except OSError:  # another process created the same model
@@ -262,16 +266,8 @@ class HybridShape(ModelShape):
         sizes |= {"block_dim": self.hidden, "conv_dim": self.hidden}  # vLLM's own names
         return Lfm2Config(**sizes, block_auto_adjust_ff_dim=False)
 
-
-def make_hybrid(root: Path, shape: HybridShape) -> Path:
-    """Create the model under `root` unless it exists there; return its directory."""
-    directory = root / f"model-{shape.digest()}"
-    if not (directory / "config.json").exists():
-        partial = root / f".{directory.name}.partial"
-        shutil.rmtree(partial, ignore_errors=True)
-        write_hybrid(shape.config(), partial, shape)
-        partial.rename(directory)
-    return directory
+    def write(self, directory: Path) -> None:
+        write_hybrid(self.config(), directory, self)
 
 
 def write_hybrid(config: Any, directory: Path, shape: ModelShape, images: bool = False) -> None:
