@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Self
 
-from vllm_nvmeof_bench.servers.server import LAUNCHER, ReservedPort, Server, ServerError
+from vllm_nvmeof_bench.servers.server import ReservedPort, Server, ServerError, launch
 
 _ROOT = Path(__file__).resolve().parents[3]
 _EXAMPLE = _ROOT / "examples" / "dual_path_router.py"
@@ -38,17 +38,8 @@ class RunningRouter:
         self._log_path = log_path
         self.url = f"http://127.0.0.1:{self._reserved.number}"
         address = ("--host", "127.0.0.1", "--port", str(self._reserved.number))
-        launched = [sys.executable, "-c", LAUNCHER, str(os.getpid()), *command, *address]
         log_path.parent.mkdir(parents=True, exist_ok=True)
-        with log_path.open("wb") as log:
-            self._process = subprocess.Popen(
-                launched,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "NO_COLOR": "1"},
-                process_group=0,
-            )
+        self._process = launch([*command, *address], log_path, {**os.environ, "NO_COLOR": "1"})
 
     def __enter__(self) -> Self:
         try:

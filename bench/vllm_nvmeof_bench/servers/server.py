@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -79,12 +79,33 @@ def on_blocks(tokens: int) -> int:
 
 #: Requests SIGTERM (15) on the parent's death (PR_SET_PDEATHSIG is 1), checks that the parent still
 #: exists, and executes the server. A `preexec_fn` would be unsafe with threads.
-LAUNCHER = """
+_LAUNCHER = """
 import ctypes, os, sys
 ctypes.CDLL(None).prctl(1, 15)
 if os.getppid() == int(sys.argv[1]):
     os.execv(sys.argv[2], sys.argv[2:])
 """
+
+
+def launch(
+    command: Sequence[str], log_path: Path, env: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start a server in a new process group of this session, with its output in `log_path`.
+
+    Linux schedules sessions as groups (`sched_autogroup_enabled`): with several sessions on two
+    cores, runnable threads waited for up to 18 s.
+    """
+    with log_path.open("wb") as log:
+        return subprocess.Popen(
+            [sys.executable, "-c", _LAUNCHER, str(os.getpid()), *command],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env=env,
+            process_group=0,
+        )
+
+
 _POLL_S = 0.2
 _LOG_TAIL_LINES = 30
 _ERRORS_MAX = 4
@@ -215,21 +236,7 @@ class Server:
         _alive.add(self)
 
     def _launch(self) -> subprocess.Popen[bytes]:
-        """Start the server in a new process group of this session, with its output in `log_path`.
-
-        Linux schedules sessions as groups (`sched_autogroup_enabled`): with several sessions on two
-        cores, runnable threads waited for up to 18 s.
-        """
-        command = [sys.executable, "-c", LAUNCHER, str(os.getpid()), *self.spec.command(self.port)]
-        with self.log_path.open("wb") as log:
-            return subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=self.spec.environment(),
-                process_group=0,
-            )
+        return launch(self.spec.command(self.port), self.log_path, self.spec.environment())
 
     @property
     def pid(self) -> int:
