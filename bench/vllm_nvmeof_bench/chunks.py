@@ -179,6 +179,11 @@ class Recorder:
         )
 
 
+def _each(call: Callable[[_Keys, ReqContext], Any], *ops: Iterable[Any]) -> list[Any]:
+    """Call a manager's method for each op. ops: the ops' keys, and their contexts."""
+    return [call(*op) for op in zip(*ops, strict=True)]
+
+
 def _look_up(
     manager: OffloadingManager, batches: Batches, contexts: Sequence[ReqContext]
 ) -> list[LookupResult]:
@@ -236,23 +241,6 @@ class _Manager:
             sum(map(len, batches)),
             lambda: self.look_up(batches, contexts),
         )
-
-    def prepare_load(self, batches: Batches, contexts: Sequence[ReqContext]) -> list[Any]:
-        prepare = self.manager.prepare_load
-        return [prepare(*one) for one in zip(batches, contexts, strict=True)]
-
-    def prepare_store(self, batches: Batches, contexts: Sequence[ReqContext]) -> list[Any]:
-        prepare = self.manager.prepare_store
-        return [prepare(*one) for one in zip(batches, contexts, strict=True)]
-
-    def complete(
-        self,
-        complete: Callable[[_Keys, ReqContext], None],
-        batches: Batches,
-        contexts: Sequence[ReqContext],
-    ) -> None:
-        for one in zip(batches, contexts, strict=True):
-            complete(*one)
 
     def end(self, contexts: Iterable[ReqContext]) -> None:
         for context in contexts:
@@ -335,9 +323,8 @@ class OurManager(_Manager):
         """Measure storing and writing these chunks, all of which are new."""
         manager, count = self.manager, sum(map(len, batches))
         contexts = self.contexts(batches)
-        outputs = recorder.time(
-            "store", "prepare", count, lambda: self.prepare_store(batches, contexts)
-        )
+        prepare = partial(_each, self.manager.prepare_store, batches, contexts)
+        outputs = recorder.time("store", "prepare", count, prepare)
         assert sum(len(one.keys_to_store) for one in outputs) == count, "the CPU tier has room"
         specs = [one.store_spec for one in outputs]
         recorder.pickle("store", count, specs)
@@ -345,7 +332,7 @@ class OurManager(_Manager):
 
         def report() -> None:
             manager.report(reports, Counts())
-            self.complete(manager.complete_store, batches, contexts)
+            _each(manager.complete_store, batches, contexts)
 
         recorder.time("store", "report", count, report)
         commands = recorder.time("write", "take", count, manager.take_commands)
@@ -362,7 +349,8 @@ class OurManager(_Manager):
         count = self.ask(recorder, case, batches, contexts)
         find = manager.core.find
         recorder.time(case, "find", count, lambda: [find(batch) for batch in batches])
-        specs = recorder.time(case, "prepare", count, lambda: self.prepare_load(batches, contexts))
+        prepare = partial(_each, self.manager.prepare_load, batches, contexts)
+        specs = recorder.time(case, "prepare", count, prepare)
         from_pool = sum(int((spec.command.batch.places >= 0).sum()) for spec in specs)
         assert from_pool == (count if case == "pool" else 0), f"not all chunks are in the {case}"
         recorder.pickle(case, count, specs)
@@ -370,7 +358,7 @@ class OurManager(_Manager):
 
         def report() -> None:
             manager.report(reports, Counts())
-            self.complete(manager.complete_load, batches, contexts)
+            _each(manager.complete_load, batches, contexts)
 
         recorder.time(case, "report", count, report)
         recorder.time(case, "end", count, lambda: self.end(contexts))
@@ -426,21 +414,21 @@ class VllmManager(_Manager):
 
     def measure_store(self, recorder: Recorder, batches: Batches) -> None:
         count, contexts = sum(map(len, batches)), self.contexts(batches)
-        outputs = recorder.time(
-            "store", "prepare", count, lambda: self.prepare_store(batches, contexts)
-        )
+        prepare = partial(_each, self.manager.prepare_store, batches, contexts)
+        outputs = recorder.time("store", "prepare", count, prepare)
         recorder.pickle("store", count, [one.store_spec for one in outputs])
         complete = self.manager.complete_store
-        recorder.time("store", "report", count, lambda: self.complete(complete, batches, contexts))
+        recorder.time("store", "report", count, lambda: _each(complete, batches, contexts))
         self.end(contexts)
 
     def measure_load(self, recorder: Recorder, case: str, batches: Batches) -> None:
         contexts = self.contexts(batches)
         count = self.ask(recorder, case, batches, contexts)
-        specs = recorder.time(case, "prepare", count, lambda: self.prepare_load(batches, contexts))
+        prepare = partial(_each, self.manager.prepare_load, batches, contexts)
+        specs = recorder.time(case, "prepare", count, prepare)
         recorder.pickle(case, count, specs)
         complete = self.manager.complete_load
-        recorder.time(case, "report", count, lambda: self.complete(complete, batches, contexts))
+        recorder.time(case, "report", count, lambda: _each(complete, batches, contexts))
         recorder.time(case, "end", count, lambda: self.end(contexts))
 
 

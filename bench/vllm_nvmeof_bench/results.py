@@ -185,12 +185,6 @@ class Paired:
     def contains(self, value: float) -> bool:
         return self.interval is not None and self.interval[0] <= value <= self.interval[1]
 
-    def text(self, form: str = ".3f", between: str = " ({} to {})") -> str:
-        shown = f"{self.middle:{form}}"
-        if self.interval is not None:
-            shown += between.format(*(f"{end:{form}}" for end in self.interval))
-        return shown
-
 
 def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
     """Return the median paired ratio of above to below. There must be a pair; all values must be >

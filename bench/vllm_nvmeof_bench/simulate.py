@@ -247,7 +247,7 @@ def run(
 
 
 def _sample(
-    sweep: str, shape: Shape, counts: Counter[str], chunk_tokens: int, stranded: float = 0.0
+    sweep: str, shape: Shape, counts: Counter[str], chunk_tokens: int, stranded: float
 ) -> Sample:
     hits = [chunk_tokens * counts[place] for place in ("gpu", "cpu", "pool")]
     return Sample(

@@ -202,30 +202,13 @@ def _rate(samples: Samples, case: str) -> Figure | None:
     return _figure([1000 / value for value in values])
 
 
-def _bytes(samples: Samples) -> Figure | None:
-    found = [
-        _figure(
-            values_of(
-                samples, "bytes_per_chunk", side=OURS, case=case, stage="pickle", chunks=_CHUNKS
-            ),
-            _TITLES[case],
-        )
+def _worst_of(samples: Samples, stage: str, measure: str, scale: float = 1.0) -> Figure | None:
+    """Return a measure of a load's stage, times `scale`, for the worse of both loads."""
+    wanted = {"side": OURS, "stage": stage, "chunks": _CHUNKS}
+    found = (
+        _figure(values_of(samples, measure, case=case, **wanted), _TITLES[case], scale)
         for case in ("cpu", "pool")
-    ]
-    return results.worst(found, max)
-
-
-def _locked(samples: Samples) -> Figure | None:
-    """Return the ms for which the worst load holds the interpreter lock in the pipeline."""
-    wanted = {"side": OURS, "stage": "pipeline", "chunks": _CHUNKS}
-    found = [
-        _figure(
-            values_of(samples, "locked_us_per_chunk", case=case, **wanted),
-            _TITLES[case],
-            _CHUNKS / 1000,
-        )
-        for case in ("cpu", "pool")
-    ]
+    )
     return results.worst(found, max)
 
 
@@ -255,7 +238,8 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
         bound("scheduler: a load from the pool", "≤", 4, total("pool", _PLANNED, scale=ms), " ms"),
         bound("the first / vLLM's own manager", "≤", 0.25, load_ratio(samples)),
         bound("pickle and unpickle a load", "≤", 1, worst(("pickle", "unpickle"), ms), " ms"),
-        bound("bytes of a pickled load", "≤", 60, _bytes(samples), " per chunk"),
+        bound("bytes of a pickled load", "≤", 60, _worst_of(samples, "pickle", "bytes_per_chunk"),
+              " per chunk"),
         bound("store, from plan to written, all threads", "≤", 2,
               _figure(total_us(samples, OURS, _CHUNKS, _STORED)), " µs per chunk"),
         bound("65,536 chunks / 8,192 chunks, per chunk", "≤", 2, _growth(samples)),
@@ -266,7 +250,8 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
         bound("release 15,360 of them", "≤", 2, total("hold", ("release",), scale=15.36), " ms"),
         bound("an op beside its chunks, all threads", "≤", 20, _op(samples), " µs"),
         bound("model: per load", "≤", 1, worst(_MODEL_STAGES, ms), " ms"),
-        bound("pipeline: interpreter lock held per load", "≤", 4, _locked(samples), " ms"),
+        bound("pipeline: interpreter lock held per load", "≤", 4,
+              _worst_of(samples, "pipeline", "locked_us_per_chunk", ms), " ms"),
         bound("pipeline: from the CPU tier", "≥", 1000, _rate(samples, "cpu"),
               " thousand chunks/s"),
         bound("pipeline: through stream slots", "≥", 400, _rate(samples, "pool"),
