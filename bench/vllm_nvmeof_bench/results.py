@@ -186,10 +186,10 @@ class Paired:
         return self.interval is not None and self.interval[0] <= value <= self.interval[1]
 
 
-def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
-    """Return the median paired ratio of above to below. There must be a pair; all values must be >
-    0."""
-    values = np.log(np.asarray(above, float)) - np.log(np.asarray(below, float))
+def median_ratio(of_pairs: Sequence[float]) -> Paired:
+    """Return the median of the pairs' ratios, with its interval. There must be a pair; all ratios
+    must be above 0."""
+    values = np.log(np.asarray(of_pairs, float))
     middle = float(np.exp(np.median(values)))
     if len(values) < _PAIRS_MIN:
         return Paired(middle, None, len(values))
@@ -197,11 +197,6 @@ def ratios(above: Sequence[float], below: Sequence[float]) -> Paired:
     drawn = generator.integers(0, len(values), (_RESAMPLES, len(values)))
     low, high = np.exp(np.percentile(np.median(values[drawn], axis=1), (2.5, 97.5)))
     return Paired(middle, (float(low), float(high)), len(values))
-
-
-def median_ratio(of_pairs: Sequence[float]) -> Paired:
-    """Return the median of the ratios, with its interval."""
-    return ratios(of_pairs, np.ones(len(of_pairs)).tolist())
 
 
 @dataclass(frozen=True)

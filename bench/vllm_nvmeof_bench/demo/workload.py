@@ -86,6 +86,9 @@ class Plan:
         return self.prompt_tokens + 4 * (self.question_tokens + self.answer_tokens)
 
 
+_COUNTS = ("prompt_tokens", "gpu_hit_tokens", "external_hit_tokens", "cpu_tokens", "pool_tokens")
+
+
 @dataclass(frozen=True)
 class Turn:
     """One turn, with the tokens of KV that each source supplied. question: "" if prompts are not
@@ -123,11 +126,7 @@ class Turn:
             "turn": self.number,
             "case": self.case,
             "ttft_s": round(self.answer.ttft_s, 4),
-            "prompt_tokens": self.prompt_tokens,
-            "gpu_hit_tokens": self.gpu_hit_tokens,
-            "external_hit_tokens": self.external_hit_tokens,
-            "cpu_tokens": self.cpu_tokens,
-            "pool_tokens": self.pool_tokens,
+            **{name: getattr(self, name) for name in _COUNTS},
             **({"question": self.question, "answer": self.answer.text} if self.question else {}),
         }
 

@@ -132,9 +132,8 @@ class Tokens:
 class Hits:
     """Prompt tokens by where their KV was found: counters, or differences between two readings.
 
-    pool: with vLLM's tiering, its second tier, from which it read `tier_read_bytes`. other: found
-    in an unreported location outside the GPU. shared: the part of `other` found in the pools of our
-    other servers.
+    pool: with vLLM's tiering, its second tier. other: found in an unreported location outside the
+    GPU. shared: the part of `other` found in the pools of our other servers.
     """
 
     prompt: int = 0
@@ -142,7 +141,6 @@ class Hits:
     cpu: int = 0
     pool: int = 0
     other: int = 0
-    tier_read_bytes: int = 0
     shared: int = 0
 
     @classmethod
@@ -157,7 +155,6 @@ class Hits:
             cpu=cpu,
             pool=pool,
             other=max(0, external - cpu - pool),
-            tier_read_bytes=int(found.value("vllm:kv_offload_tiering_read_bytes_total")),
             shared=int(found.value(_OURS, source="shared")),
         )
 

@@ -14,7 +14,6 @@ import itertools
 import shlex
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
-from typing import NamedTuple
 
 from vllm_nvmeof_offload.commands import table, wide_console
 from vllm_nvmeof_offload.commands.size.deployment import VLLM_OPTIONS, Deployment, parse_link
@@ -26,21 +25,13 @@ from vllm_nvmeof_offload.units import GIB, human_bytes, human_seconds
 _FILE_COLUMNS = 160
 
 
-class _Scale(NamedTuple):
-    gpus_per_drive: int
-    sessions_per_drive: int
-    source: str
-
-
-#: One drive serves a 4-GPU node with 16 simultaneous conversations: a measured ratio. The source's
-#: table lists multiples of it.
-DATA24 = _Scale(
-    4,
-    16,
+#: A published, measured ratio: one drive serves a node of 4 GPUs with 16 simultaneous
+#: conversations. The source's table lists multiples of it.
+_GPUS_PER_DRIVE, _SESSIONS_PER_DRIVE, _DRIVES = 4, 16, (1, 6, 12, 24)
+_SOURCE = (
     "Western Digital, technical brief on disaggregated key-value cache offloading with OpenFlex "
-    "Data24 4000: a 70B model on vLLM with LMCache",
+    "Data24 4000: a 70B model on vLLM with LMCache"
 )
-DATA24_DRIVES = (1, 6, 12, 24)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +111,8 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
         meets_ttft=back.seconds <= deployment.ttft_seconds,
         loads_faster=back.seconds < compute_s if compute_s and back.seconds else None,
         commands=_commands(sizes, advice) if advice else [],
-        scaling=[_scale_row(sizes, d) for d in sorted({*DATA24_DRIVES, deployment.drives})],
-        published_source=DATA24.source,
+        scaling=[_scale_row(sizes, d) for d in sorted({*_DRIVES, deployment.drives})],
+        published_source=_SOURCE,
         assumptions=list(_assumptions(sizes)),
         notes=[
             *sizes.notes(),
@@ -361,7 +352,7 @@ def _layers_row(sizes: KvSizes, cache: LayerCache) -> LayersRow:
 
 def _scale_row(sizes: KvSizes, drives: int) -> ScaleRow:
     back, held = sizes.plan_reload(drives), sizes.pool_room(drives).sessions
-    published = drives * DATA24.gpus_per_drive, drives * DATA24.sessions_per_drive
+    published = drives * _GPUS_PER_DRIVE, drives * _SESSIONS_PER_DRIVE
     return ScaleRow(drives, held, back.sessions_in_time, back.bottleneck.name, *published)
 
 
