@@ -298,7 +298,7 @@ COMMANDS = (
 
 
 BLOCK_BYTES = 128 * KIB
-#: The loading server as an owner, and the index of its directory.
+#: The loading server's number as an owner, and the index of its directory.
 _OWNER, _ENGINE_INDEX = 1, 0
 _OWN_CHUNKS = 8
 _ATTACH = 1

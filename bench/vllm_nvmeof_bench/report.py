@@ -206,7 +206,7 @@ def ratios_of(
 
 
 _VERDICT_FROM = 3
-_METHOD = f"{METHOD}; the range of fewer than five pairs"
+_METHOD = f"{METHOD}; fewer than five pairs have a range instead"
 
 
 def _with_range(values: Sequence[float]) -> Paired:

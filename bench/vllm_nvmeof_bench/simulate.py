@@ -242,7 +242,7 @@ def run(
         "working_set_tokens": len(before) * chunk_tokens,
         "reusable": 1 - len(before) / asked,
         "virtual_seconds": asks[-1].at_s,
-        "simulated": "requests in sequence, copies and I/O take no time; the manager is real",
+        "simulated": "requests in sequence; copies and I/O take no time; the product's manager",
     }
 
 

@@ -36,7 +36,7 @@ def explain(request_id: str | None, url: str | None, as_json: bool) -> None:
     try:
         lines = [line for record in records for line in _lines(record)]
     except (KeyError, TypeError, ValueError, OverflowError) as error:
-        why = f"its records have a different format ({error!r}); give a server of this version"
+        why = f"its records have a different format ({error!r}); query a server of this version"
         raise ScrapeError(f"{url}: {why}") from None
     for line in lines:
         # The id is partly chosen by the client, and could contain control characters.

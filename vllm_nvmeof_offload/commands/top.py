@@ -172,7 +172,7 @@ def _attention(found: Reading) -> Iterator[str]:
         if total := sum(one["total"] for have, one in counts if key in ("", have)):
             yield f"{total:,.0f} {says}"
     if suspended := amounts["stores_suspended"]:
-        yield f"{suspended:,.0f} running requests are not stored: weights may have changed"
+        yield f"KV of {suspended:,.0f} running requests is not stored: weights may have changed"
     if slower := [part for part, count in amounts["fallbacks"].items() if count]:
         yield f"slower alternatives are in use for {', '.join(slower)}"
 

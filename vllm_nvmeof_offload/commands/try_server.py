@@ -100,7 +100,9 @@ async def _try(
     await client.settle()
     now = scrape_ours(url)
     if not _grown(start, now, "stored_chunks"):
-        reasons = ", ".join(_grown(start, now, "unstored_chunks")) or "is it shorter than a chunk?"
+        reasons = (
+            ", ".join(_grown(start, now, "unstored_chunks")) or "it may be shorter than a chunk"
+        )
         tried.warnings.append(f"the prompt was not stored: {reasons}")
         return tried
     tried.emptied = "emptied by /reset_prefix_cache"

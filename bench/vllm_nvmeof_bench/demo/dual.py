@@ -328,7 +328,7 @@ def measure(console: Console, build: Path, target: Path) -> Outcome:
 
 
 def show(console: Console, outcome: Outcome) -> None:
-    table = Table("", "requests", "failed", "other tokens", "TTFT median", "slowest", "through D")
+    table = Table("", "requests", "failed", "different", "TTFT median", "slowest", "through D")
     for one in outcome.phases[:-1]:
         counts = len(one.ttft_s) + one.failed, one.failed, one.different
         times_s = (statistics.median(one.ttft_s), max(one.ttft_s)) if one.ttft_s else ()
@@ -343,7 +343,7 @@ def show(console: Console, outcome: Outcome) -> None:
     console.print(
         f"TTFT both/one: {outcome.ratio:.2f} at {LINK_BYTES_PER_S / 1e6:.0f} MB/s each (goal: "
         f"at most {RATIO_MAX}); {outcome.failed} failed requests; {outcome.different} "
-        f"answers with other tokens; {os.cpu_count()} cores, "
+        f"answers with different tokens; {os.cpu_count()} cores, "
         f"{_SHAPE.kv_bytes_per_token / 1024:.0f} KiB of KV per token"
     )
 

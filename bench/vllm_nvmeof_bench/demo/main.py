@@ -180,10 +180,10 @@ def _finish(console: Console, report: Report, json_path: Path) -> int:
         f"{seen.tokens} greedy tokens of {seen.answers} answers compared with the server "
         f"without offloading: {'identical' if seen.identical else 'DIFFERENT'}; "
         f"log-probabilities differ by at most {seen.logprob_difference_max:.1g}, "
-        f"the runner-up is never nearer than {seen.gap_min:.1g}",
+        f"the smallest lead over a runner-up is {seen.gap_min:.1g}",
         f"{data['external_hit_tokens']} prompt tokens loaded; {data['preemptions']} preemptions: "
         f"{data['reloaded_tokens']} tokens reloaded, {data['recomputed_tokens']} recomputed",
-        f"figures: {json_path}; {report.conditions['seconds']:.0f} s in all",
+        f"figures: {json_path}; the demo took {report.conditions['seconds']:.0f} s",
         sep="\n",
     )
     for line in failures:

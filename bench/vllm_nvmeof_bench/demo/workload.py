@@ -44,9 +44,10 @@ from vllm_nvmeof_offload.units import KIB, MIB
 
 _PREEMPTIONS = "vllm:num_preemptions_total"
 _RESUMED = "vllm:nvmeof_resumed_tokens_total"
-#: A pause between two tokens is a preemption if another request received at least this many.
+#: A pause between two tokens counts as a preemption if another request received at least this many
+#: tokens during the pause.
 _PREEMPTED_TOKENS_MIN = 8
-#: A request's tokens that arrive less than this apart were delivered late: a step takes longer.
+#: Tokens of a request that arrive less than this apart were delayed, because a step takes longer.
 _BURST_S = 0.005
 
 
@@ -243,7 +244,7 @@ class Runs:
         """Run a turn for each user in `turns`, then the crowd. settle: wait for all writes."""
         session = Session(startup_s=server.startup_s)
         async with Client(server.url) as client:
-            # Warm up: the first request is slower. Being shorter than a chunk, it is not stored.
+            # Warm up: the first request is slower. It is shorter than a chunk, so it is not stored.
             rng = np.random.default_rng(self._plan.seed + 1)
             await client.complete(random_tokens(rng, 48, self._shape), 4)
             for one in turns:
@@ -308,7 +309,7 @@ class Runs:
         times = ", ".join(f"{t:.2f}" for t in result.resumes_s) or "none"
         self._console.print(
             f"  {count} requests at once: {result.preemptions} preemptions; "
-            f"from room to the next token, s: {times}"
+            f"seconds from freed space to the next token: {times}"
         )
         return result
 
@@ -378,7 +379,8 @@ def _arrivals(times: Sequence[float], left: float, right: float) -> int:
 
 _CHUNK_BYTES = 512 * KIB
 _POOL_BYTES_MIN = 512 * MIB
-#: The two-core model, which a GPU would compute instantly, made 15 times as large with the same KV.
+#: A GPU would compute the model for two cores instantly. This one is 15 times as large, with the
+#: same KV.
 _ON_A_GPU = ModelShape(hidden=4096, intermediate=14336, heads=32)
 
 

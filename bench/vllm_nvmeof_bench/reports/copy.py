@@ -135,7 +135,7 @@ _TITLES = {
     "crc": "CRC-32C by the GPU, GB/s; blocks: the pieces of a chunk",
     "crc_join": "Host time to join the parts of one chunk's CRC, µs",
     "crc_beside": "CRC-32C by the GPU at the rate of a fast link, beside a product, GB/s",
-    "crc_matrix": "bf16 matrix products beside that, steps/s",
+    "crc_matrix": "bf16 matrix products beside CRC-32C at that rate, steps/s",
 }
 
 

@@ -151,7 +151,8 @@ def _alike(samples: Sequence[Sample], targets: Sequence[str]) -> Table:
     columns.append(Column("ours / expected", lambda one: as_expected(samples, one), "{:.3f}"))
     title = f"what our engine adds on {' and '.join(map(_short, targets[:2]))}, mean µs"
     expected = (
-        f"expected on {_short(targets[1])}: fio's, and what ours adds on {_short(targets[0])}"
+        f"expected on {_short(targets[1])}: fio's latency there, plus what our engine adds on "
+        f"{_short(targets[0])}"
     )
     return Table(title, columns, points_of(samples), caption=f"{expected}; {METHOD}")
 

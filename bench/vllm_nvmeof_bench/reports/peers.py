@@ -33,7 +33,7 @@ ARMS = {
     WITHOUT: "own link, no peer",
     ABSENT: "own link, peer absent",
     BOTH: "both links",
-    LANDING: "both links, every other chunk lands",
+    LANDING: "both links, every other chunk cached",
     VLLM_P2P: "both links, vLLM's fs and p2p tiers",
 }
 MESSAGES = "messages"
@@ -143,11 +143,11 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     idle = values_of(samples, "idle_percent", stage=IDLE)
     return [
         bound("equal links: both / one", "≥", BOTH_MIN, worst_ratio(BOTH, equal)),
-        bound("equal links: both, every other chunk lands / one", "≥", BOTH_MIN,
+        bound("equal links: both, every other chunk cached / one", "≥", BOTH_MIN,
               worst_ratio(LANDING, [one for one in equal if ratio(samples, one, LANDING)])),
         bound("unequal links: both / the sum of their rates", "≥", SUM_MIN,
               worst(map(of_sum, unequal))),
-        bound("a peer that is not there / no peer", "≥", ABSENT_MIN, worst_ratio(ABSENT, places)),
+        bound("an absent peer / no peer", "≥", ABSENT_MIN, worst_ratio(ABSENT, places)),
         *(bound("both / vLLM's fs and p2p tiers", "≥", VLLM_P2P_MIN,
                 worst_ratio(BOTH, places, VLLM_P2P)) for places in (shown,) if places),
         bound("idle, of a core", "≤", IDLE_MAX,

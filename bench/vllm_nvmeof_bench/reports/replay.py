@@ -86,7 +86,7 @@ def _lines(conditions: Conditions) -> Iterator[str]:
         f"{settings['duration_s']:g} s per run, {settings.get('rounds', 1)} runs of each arm"
     )
     if settings.get("third_tokens"):
-        yield f"a CPU tier that holds a third holds {settings['third_tokens']:,} tokens"
+        yield f"a CPU tier that holds a third has room for {settings['third_tokens']:,} tokens"
 
 
 def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table | str]:
@@ -130,7 +130,7 @@ def _tables(samples: Sequence[Sample], conditions: Conditions) -> Iterator[Table
     yield Table(title, columns, arms)
     for arm in arms:
         if failed := select(samples, arm=arm, ended="failed"):
-            yield f"{arm}: {len(failed)} requests failed, the first with: {failed[0].why}"
+            yield f"{arm}: {len(failed)} requests failed; the first failed with: {failed[0].why}"
 
 
 #: Compared arms: with and without a pool, and ours and vLLM's tiering with equal memory.

@@ -22,8 +22,8 @@ from vllm_nvmeof_bench.report import (
 )
 from vllm_nvmeof_bench.results import distinct, levels, mean, paired, select, spread_of
 
-#: (our arm, its rival): vLLM's with the same CPU memory and storage, or ours on faster storage. On
-#: a GPU, our arm's name can include a copy backend.
+#: Pairs of our arm and its rival: vLLM's tiering with the same CPU memory and storage, or our arm
+#: on faster storage. On a GPU, our arm's name can include a copy backend.
 _RIVALS = (
     *((ours, "peer_full") for ours in ("full", "full:dma", "full:kernel")),
     *((ours, "peer") for ours in ("pool", "pool:dma")),
@@ -31,7 +31,7 @@ _RIVALS = (
     ("target", "pool"),
     ("pool", "lifeboat"),
 )
-#: (our arm, the arm that measures bare reads from its storage).
+#: Pairs of our arm and the arm that measures bare reads from the same storage.
 _LIMITS = (("pool", "drive"), ("target", "stand_in"))
 _PLACES = ("gpu", "cpu", "pool", "other")
 Conditions = Mapping[str, Any]

@@ -13,7 +13,7 @@ from vllm_nvmeof_bench.report import Column, Report, Table, by, compared, median
 from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select
 
 ALONE, IN_GPU, BACK = "alone", "in_gpu", "back"
-#: Only decoding; a prompt is sent again while it is in GPU memory; and while it is not.
+#: Phase → its name. Requests only decode in the first phase; in the others, a prompt is sent again.
 PHASES = {ALONE: "alone", IN_GPU: "prompt in GPU memory", BACK: "prompt lost there"}
 #: Our arm, and vLLM's tiering with equal CPU memory; both CPU tiers hold the prompt.
 _OURS, _THEIRS = "full", "peer_full"
@@ -135,7 +135,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     if again := [one for one in samples if one.restarts]:
         yield (
             f"In {len(again)} of {len(samples)} samples, requests finished decoding and were sent "
-            f"again ({sum(one.restarts for one in again)} times in all); this is not a gap"
+            f"again ({sum(one.restarts for one in again)} times in all), which is not a gap"
         )
     yield compared(
         "Paired by round",

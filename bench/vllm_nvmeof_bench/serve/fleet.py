@@ -69,7 +69,7 @@ _SHAPES = {
 PEER_NOTE = (
     "peer: vLLM's own TieringOffloadingSpec with its fs tier. It refuses vLLM's CPU engine; a "
     "subclass made for this benchmark adds a worker that copies between host buffers with the "
-    "thread and memmove that ours uses. The manager, the tiers and the files are vLLM's."
+    "same thread and memmove as our arms. The manager, the tiers and the files are vLLM's."
 )
 
 
@@ -104,24 +104,23 @@ ARMS = {
     arm.name: arm
     for arm in (
         Arm("none", "GPU memory only"),
-        Arm("cpu", "our CPU tier, holds all", "all"),
-        Arm("third", "our CPU tier, holds a third, without pool", "third"),
-        Arm("pool", "our CPU tier, holds a third, and pool", "third", pool=True),
-        Arm("target", "the same, disk throttled", "third", pool=True, throttled=True),
-        Arm("full", "our CPU tier, holds all, and pool", "all", pool=True),
-        Arm("peer", "vLLM's tiering + fs, holds a third", "third", pool=True, peer=True),
-        Arm("peer_target", "vLLM's tiering + fs, holds a third, disk throttled", "third", True,
-            True, True),
-        Arm("peer_full", "vLLM's tiering + fs, holds all", "all", pool=True, peer=True),
-        Arm("lifeboat", "vLLM's tiering + Lifeboat, holds a third", "third", pool=True, peer=True,
-            lifeboat=True),
+        Arm("cpu", "our CPU tier, which holds all, without a pool", "all"),
+        Arm("third", "our CPU tier, which holds a third, without a pool", "third"),
+        Arm("pool", "our CPU tier, which holds a third, and pool", "third", pool=True),
+        Arm("target", "as pool, on a throttled disk", "third", pool=True, throttled=True),
+        Arm("full", "our CPU tier, which holds all, and pool", "all", pool=True),
+        Arm("peer", "vLLM's tiering with fs, which holds a third", "third", pool=True, peer=True),
+        Arm("peer_target", "as peer, on a throttled disk", "third", True, True, True),
+        Arm("peer_full", "vLLM's tiering with fs, which holds all", "all", pool=True, peer=True),
+        Arm("lifeboat", "vLLM's tiering with Lifeboat, which holds a third", "third", pool=True,
+            peer=True, lifeboat=True),
     )
 }  # fmt: skip
 
 
 def arms_option(*default: str) -> Any:
     """Return the option for the arms to start."""
-    gpu = "on a GPU also such as full:dma or full:kernel"
+    gpu = "on a GPU, also with a copy backend, as in full:dma or full:kernel"
     return option(default, f"Servers to start: {','.join(ARMS)}; {gpu}.")
 
 

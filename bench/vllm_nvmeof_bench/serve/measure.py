@@ -430,7 +430,7 @@ class TurnSettings(ServerSettings):
 COMMANDS = (
     command(
         "ttft",
-        "Measure time to first token by prompt length, computed and loaded.\n\n"
+        "Measure the time to the first token of computed and loaded prompts, by length.\n\n"
         "With --base-url, any servers with an OpenAI API are compared. Without it, small servers "
         "are started with the installed vLLM, in about half a minute each.",
         TtftSettings,

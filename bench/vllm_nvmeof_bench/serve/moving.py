@@ -53,8 +53,8 @@ _ROUTINGS = {
     PEER: _Routing(PEER, True),
 }
 _ABOUT = {
-    OURS: "ours, CPU tier holds a quarter, pools of both servers in one directory",
-    PEER: "vLLM's tiering + fs, CPU tier holds a quarter, one directory for both servers",
+    OURS: "our CPU tier, which holds a quarter; the pools of both servers are in one directory",
+    PEER: "vLLM's tiering with fs, which holds a quarter; both servers use one directory",
 }
 
 

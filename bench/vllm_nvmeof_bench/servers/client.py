@@ -237,7 +237,7 @@ class Client:
         answer = Answer(sent=0.0)
         await self._stream(answer, {"prompt": list(prompt)}, max_tokens, more, headers)
         if len(answer.tokens) != max_tokens:
-            raise ClientError(f"{len(answer.tokens)} of {max_tokens} tokens came")
+            raise ClientError(f"{len(answer.tokens)} of {max_tokens} tokens arrived")
         return answer
 
     async def chat(
@@ -259,7 +259,7 @@ class Client:
         answer = Answer(sent=0.0)
         await self._stream(answer, {"messages": list(messages)}, max_tokens, more, {})
         if not answer.tokens or (whole and len(answer.tokens) != max_tokens):
-            raise ClientError(f"{len(answer.tokens)} of {max_tokens} tokens came")
+            raise ClientError(f"{len(answer.tokens)} of {max_tokens} tokens arrived")
         return answer
 
     async def attempt(
@@ -283,7 +283,7 @@ class Client:
             given = {name: value for name, value in more.items() if value is not None}
             await self._stream(answer, asked, max_tokens, given, {})
             if answer.tokens_out < max_tokens or not answer.times:
-                answer.failure = f"{answer.tokens_out} of {max_tokens} tokens came"
+                answer.failure = f"{answer.tokens_out} of {max_tokens} tokens arrived"
         except ClientError as error:
             answer.failure = str(error)[:_FAILURE_MAX]
         except (httpx.HTTPError, ValueError) as error:

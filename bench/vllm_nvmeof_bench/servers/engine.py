@@ -74,8 +74,8 @@ def engine_environment(cores_reserved: int = 0) -> dict[str, str]:
             "VLLM_CPU_NUM_OF_RESERVED_CPU": str(cores_reserved),
         }
     else:
-        # In TF32, with 10 bits, results of Triton's attention would depend on where a prompt is
-        # split, and differ with loaded KV.
+        # In TF32, which has a 10-bit mantissa, results of Triton's attention would depend on where
+        # a prompt is split, and would differ after a load.
         env["TRITON_F32_DEFAULT"] = "ieee"
         # Otherwise vLLM's sampler would import FlashInfer, and the engine would not start.
         if find_spec("flashinfer") is None:

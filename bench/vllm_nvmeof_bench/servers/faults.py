@@ -70,7 +70,7 @@ KNOBS = {
     "flip_byte_on_read": "a payload byte in the slab is flipped before a read: the CRC detects it",
     "swap_slots": "negative control: a read returns the previous read's payload as OK",
     "flip_with_valid_crc": "negative control: a read returns one wrong payload byte as OK",
-    "flip_before_copy": "as flip_with_valid_crc, only for reads that leave the check to the copy",
+    "flip_before_copy": "like flip_with_valid_crc, but only for reads whose CRC the copy verifies",
 }
 _READ_ERRORS = (("read_eio", errno.EIO),)
 _ERRORS: dict[OpKind, tuple[tuple[str, int], ...]] = {

@@ -21,7 +21,7 @@ def fork_engines() -> None:
     OMP_NUM_THREADS=1, because forking is unsafe with math threads."""
     system_utils.get_mp_context = functools.partial(multiprocessing.get_context, "fork")
     # The engine and the worker poll until a second has passed without a message. With two servers
-    # on two cores, this takes half of the other server's computing time.
+    # on two cores, polling takes half of the other server's computing time.
     shm_broadcast.sched_yield = functools.partial(time.sleep, 0.0002)
     # vLLM requires more free space in /dev/shm than containers have, but uses little of it.
     shm_broadcast.check_shm_free_space = lambda *_, **__: None

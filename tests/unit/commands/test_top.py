@@ -148,7 +148,7 @@ def test_engines_are_added_and_processes_are_not() -> None:
         ('unwritten_chunks_total{engine="0",reason="evicted"}', 3, "3 chunks evicted unwritten"),
         ('unstored_chunks_total{engine="0",reason="no_room"}', 7, "7 chunks not stored"),
         ('peer_events_total{engine="0",event="rest"}', 2, "2 pauses of peers"),
-        ("stores_suspended{", 4, "4 running requests are not stored"),
+        ("stores_suspended{", 4, "KV of 4 running requests is not stored"),
         ('fallbacks{engine="0",part="io_uring"}', 1, "slower alternatives are in use for io_uring"),
     ],
 )

@@ -107,7 +107,7 @@ def check_vllm() -> Finding:
 
 def check_memory(staging_bytes: int) -> Finding:
     most = memory_bytes()
-    evidence = f"staging of {format_bytes(staging_bytes)}, and {format_bytes(most)} of memory"
+    evidence = f"staging needs {format_bytes(staging_bytes)} of {format_bytes(most)} of memory"
     if staging_bytes > most:
         return error("memory", evidence, "give less staging, or raise the container's limit")
     if staging_bytes > memory_left_bytes():
@@ -204,7 +204,9 @@ def check_pool(targets: list[str], pool: str | int) -> Finding:
             evidence += f"; pools of running servers ({format_bytes(live)}) are not counted"
             with contextlib.suppress(ConfigError):
                 check_space(settings, taken)
-                return warning("pool_space", evidence, "none if that is the planned server's pool")
+                return warning(
+                    "pool_space", evidence, "nothing to do if that is the planned server's pool"
+                )
         return error("pool_space", evidence)
     return ok("pool_space", f"a pool of {format_bytes(settings.pool_bytes or 0)} fits")
 

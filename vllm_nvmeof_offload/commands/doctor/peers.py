@@ -83,8 +83,8 @@ def ask(address: str, rank: int = 0, secret: bytes = b"", *, before: int = 0) ->
 def _greet(
     context: zmq.Context[zmq.Socket[bytes]], place: str, known: Answer, secret: bytes
 ) -> str:
-    """Greet a server once; return the text of its refusal (no server has the greeting's tag).
-    Raises PermissionError if the server's share secret differs from ours."""
+    """Greet a server once; return the text of its refusal. Every server refuses, because none has
+    the greeting's tag. Raises PermissionError if the server's share secret differs from ours."""
     facts = known.facts
     hello = Hello(
         version=int(facts.get("version", VERSION)),
@@ -106,7 +106,7 @@ def _greet(
         for one in (socket, failed):
             poller.register(one, zmq.POLLIN)
         ready = dict(poller.poll(_ANSWER_MS))
-        socket.disable_monitor()  # or its address may still be in use at the next greeting
+        socket.disable_monitor()  # otherwise the next greeting may find its address in use
         failed.close()
         if failed in ready:
             raise PermissionError(STRANGER)
@@ -145,7 +145,7 @@ def judge_answer(one: Answer) -> Finding:
 def check_transport() -> Finding:
     why_not = why_no_pulls()
     if not why_not:
-        return ok("peer_transport", "RDMA with peers that support RDMA, else messages")
+        return ok("peer_transport", "RDMA with peers that support RDMA, messages with others")
     if has_rdma():
         remedy = f"{install_extra('peers')} on both sides"
         if find_spec("nixl") is not None:

@@ -379,7 +379,7 @@ def print_reports(reports: Sequence[Report], as_json: bool) -> int:
             try:
                 offline.check_ours([report.surveyed.path])
             except PoolError:
-                remedy = "no superblock proves that these files are ours: look, and delete by hand"
+                remedy = "these files have no superblock of ours: inspect and delete them by hand"
             _print(f"  {remedy}")
     return exit_code(reports)
 
@@ -407,7 +407,7 @@ def prune(given: Sequence[Path] | None, unused_for: str, yes: bool, as_json: boo
         print_json({"removed": []})
     else:
         where = ", ".join(map(str, targets)) or "any configured target"
-        _print(f"nothing to remove: no keyspace on {where} is unused for {unused_for}")
+        _print(f"nothing to remove: no keyspace on {where} has been unused for {unused_for}")
 
 
 def remove(
@@ -458,7 +458,7 @@ def _remove(parts: Sequence[Surveyed], yes: bool, as_json: bool) -> None:
     for one in removed:
         typer.echo(f"removed {one.directory}: {format_bytes(one.freed_bytes)} freed")
         if one.left:
-            typer.echo(f"  left, not ours: {', '.join(map(repr, one.left))}", err=True)
+            typer.echo(f"  kept, not ours: {', '.join(map(repr, one.left))}", err=True)
 
 
 def _confirm(parts: Sequence[Surveyed], yes: bool, as_json: bool, what: str = "") -> None:

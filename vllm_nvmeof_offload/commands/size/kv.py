@@ -57,7 +57,8 @@ class Room:
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A part of the path of every byte, such as the drives. The TTFT requires `needed` of them."""
+    """One kind of hardware that every byte passes, such as the drives. `needed` is how many of
+    these would meet the TTFT."""
 
     name: str
     bytes_per_s: float

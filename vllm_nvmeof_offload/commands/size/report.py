@@ -229,7 +229,7 @@ def _compute_figures(deployment: Deployment, back: Reload, compute_s: float) -> 
         return
     row = functools.partial(_figure, "computing")
     tokens, engines = deployment.concurrency * deployment.context_tokens, deployment.engines
-    formula = "sessions × context ÷ time to load them all ÷ engines; below, loading is faster"
+    formula = "sessions × context ÷ time to load them all ÷ engines; below it, loading is faster"
     yield row("as fast as loading at", tokens / back.seconds / engines, formula, "tokens/s")
     if compute_s:
         rate = f"{engines} engines × {deployment.prefill_tokens_per_s:g} tokens/s"
@@ -306,7 +306,7 @@ def turns_per_s(
     links: int, link_bytes_per_s: float, read_bytes: float, prefill: int, compute_s: float
 ) -> float:
     """Return the turns per second that the links and prefill nodes can sustain. Each turn reads
-    `read_bytes` and computes for `compute_s`; with 0, computing is no limit."""
+    `read_bytes` and computes for `compute_s`; if that is 0, computing is not a limit."""
     read = links * link_bytes_per_s / read_bytes
     return min(read, prefill / compute_s) if compute_s else read
 
@@ -413,7 +413,7 @@ def _notes_on_deployment(sizes: KvSizes, room: Room | None, back: Reload) -> Ite
     if back.seconds > deployment.ttft_seconds:
         hop = back.bottleneck
         yield (
-            f"the {hop.name} are too slow: {hop.bytes_per_s / 1e9:.2f} of "
+            f"the {hop.name} are too slow: they give {hop.bytes_per_s / 1e9:.2f} of the needed "
             f"{back.needed_bytes_per_s / 1e9:.2f} GB/s; give {hop.needed} {hop.name}, or at most "
             f"{back.sessions_in_time} sessions at once"
         )
@@ -438,7 +438,7 @@ def show(report: SizeReport) -> None:
     }[report.loads_faster]
     console.print(f"bottleneck: {report.bottleneck}; {verdict}; {compared}", highlight=False)
     if report.commands:
-        console.print("to start each server of one engine, with your own targets:")
+        console.print("to start each server of one engine (replace the targets with yours):")
     for line in report.commands:
         console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
     headings = ("drives", "sessions held", "at once in the TTFT", "bottleneck")
