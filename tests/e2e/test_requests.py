@@ -43,8 +43,9 @@ def commands() -> dict[str, str]:
     found = {}
     for section in sections:
         heading, _, text = section.partition("\n")
-        (found[heading],) = re.findall(r"^    curl .*(?:\n     .*)*", text, re.MULTILINE)
-    return found
+        (found[heading],) = re.findall(r"^    ask '.*(?:\n     .*)*", text, re.MULTILINE)
+    (ask,) = re.findall(r"^    ask\(\) \{\n(?:     .*\n)+    \}\n", PAGE.read_text(), re.MULTILINE)
+    return {heading: ask + command for heading, command in found.items()}
 
 
 class Shell:
