@@ -520,9 +520,8 @@ using Advanced = std::tuple<size_t, size_t, int64_t, int64_t>;
 Advanced advance(Holds& holds, PyWanted& wanted, size_t next, size_t end, size_t local,
                  size_t looks, uint8_t reason, size_t held_max, size_t fetching_max) {
   const Keys keys = wanted.keys;
-  const auto key = [&](size_t chunk) { return keys[chunk]; };
   const Holds::Advance done =
-      holds.advance(wanted.wanted, key, {next, std::min(end, keys.size()), local}, looks,
+      holds.advance(wanted.wanted, keys, {next, std::min(end, keys.size()), local}, looks,
                     static_cast<Reason>(reason), {held_max, fetching_max});
   const bool skipped = done.skipped_first != SIZE_MAX;
   return {done.next, done.looks, skipped ? static_cast<int64_t>(done.skipped_first) : -1,

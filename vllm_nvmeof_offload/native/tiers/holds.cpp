@@ -3,31 +3,30 @@
 
 namespace nvmeof {
 
-Holds::Advance Holds::advance(Wanted& wanted, const std::function<const char*(size_t)>& key,
-                              Range range, size_t looks, Reason reason, Bounds bounds) {
+Holds::Advance Holds::advance(Wanted& wanted, Keys keys, Range range, size_t looks, Reason reason,
+                              Bounds bounds) {
   const size_t count = wanted.taken.size();
   Advance done{range.next, looks};
   const size_t end = std::min(range.end, range.next + looks);
   // Memory latency dominates, so prefetch each later chunk's bucket, then its row, then its slots.
   const auto warm = [&](size_t chunk) {
-    if (const size_t at = chunk + 3 * kAhead; at < end) tiers_.index.warm(key(at));
+    if (const size_t at = chunk + 3 * kAhead; at < end) tiers_.index.warm(keys[at]);
     if (const size_t at = chunk + 2 * kAhead; at < end)
-      tiers_.index.warm_found(tiers_.index.hash(key(at)));
-    if (const size_t at = chunk + kAhead; at < end) tiers_.warm_slots(key(at));
+      tiers_.index.warm_found(tiers_.index.hash(keys[at]));
+    if (const size_t at = chunk + kAhead; at < end) tiers_.warm_slots(keys[at]);
   };
   while (done.next < range.end && done.looks > 0) {
     --done.looks;
     warm(done.next);
     const size_t chunk = done.next;
-    const char* const bytes = key(chunk);
-    const Source source = tiers_.lookup(bytes, kFromCpu | kFromPool);
+    const Source source = tiers_.lookup(keys[chunk], kFromCpu | kFromPool);
     if (source != Source::CPU && chunk < range.local) {
       done.skipped_first = std::min(done.skipped_first, chunk);
       done.skipped_last = chunk;
     } else if (source == Source::NONE) {
       done.next = count;  // a load ends here, so later chunks are useless
       break;
-    } else if (!take(wanted, chunk, bytes, source, reason, bounds)) {
+    } else if (!take(wanted, chunk, keys[chunk], source, reason, bounds)) {
       break;
     }
     ++done.next;

@@ -9,7 +9,6 @@
 
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -50,10 +49,9 @@ class Holds {
   // room_min: the number of cache slots that holds must leave evictable.
   Holds(Tiers& tiers, size_t room_min) : tiers_(tiers), room_min_(room_min) {}
 
-  // Hold and fetch chunks until the range, `looks` or the room is used up. key: returns a chunk's
-  // key.
-  Advance advance(Wanted& wanted, const std::function<const char*(size_t)>& key, Range range,
-                  size_t looks, Reason reason, Bounds bounds);
+  // Hold and fetch chunks until the range, `looks` or the room is used up. keys: the request's.
+  Advance advance(Wanted& wanted, Keys keys, Range range, size_t looks, Reason reason,
+                  Bounds bounds);
   // Fetch a chunk that is only in a pool, as a measurement.
   void probe(const char* key);
   // Release everything that the request holds. Appends the fetches to cancel to `cancels`.
