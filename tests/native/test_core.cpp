@@ -265,7 +265,7 @@ uint64_t check_log(int fd, std::map<LogKind, uint64_t>& kinds) {
       continue;
     }
     CHECK(head.sequence % kLogPages == position && head.records > 0);
-    newest = std::max(newest, uint64_t{head.sequence});  // a packed field has no reference
+    newest = std::max(newest, uint64_t{head.sequence});  // a copy, because `head` is packed
     for (uint32_t index = 0; index < head.records; ++index) {
       const std::byte* const at = page.data() + kLogHeadBytes + index * kLogRecordBytes;
       LogRecord record;

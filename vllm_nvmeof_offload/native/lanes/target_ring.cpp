@@ -19,8 +19,8 @@ constexpr size_t kBurst = 4;
 // A thread that holds writes back must poll, because nothing wakes it when the permit is renewed.
 constexpr std::chrono::nanoseconds kPermitPoll = std::chrono::milliseconds(5);
 
-// Return the size of equal pieces of about `split` bytes; a small last one would cost as much as a
-// full one.
+// Return the size of equal pieces of about `split` bytes, because a small last piece would cost as
+// much as a full one.
 size_t bytes_per_piece(size_t bytes, size_t split) {
   const size_t pieces = std::max<size_t>(1, (bytes - kHeaderBytes + split - 1) / split);
   return whole_pages((bytes + pieces - 1) / pieces);

@@ -110,8 +110,9 @@ class Index {
   }
   void clear();
 
-  // Prefetch the bucket that `find` and `add` read first for this key, this row, or the bucket that
-  // `remove` reads first for this row (which must already have been prefetched).
+  // `warm` prefetches the bucket that `find` and `add` read first for this key, or this row.
+  // `warm_bucket` prefetches the bucket that `remove` reads first for this row, which must already
+  // have been prefetched.
   void warm(const char* key) const { warm_bucket_of(hash(key)); }
   void warm(Row row) const { prefetch(&(*this)[row]); }
   void warm_bucket(Row row) const { warm_bucket_of((*this)[row].hash); }
