@@ -487,7 +487,7 @@ def _address(text: str) -> dict[str, str]:
 
 
 def _tls(directory: str) -> str | None:
-    """Read whether TLS is on, in which case the kernel shows the key's serial number."""
+    """Return "on" or "off"; None if unknown. With TLS, the kernel shows the key's serial number."""
     key = _read(directory, "tls_key")
     return None if key is None else "off" if _NONE.match(key) else "on"
 
@@ -501,7 +501,8 @@ def _dhchap(directory: str) -> str | None:
 
 
 def discover(target: str, sysfs: str = "/sys", mountinfo: str = MOUNTINFO) -> TargetFabric:
-    """Discover the devices under `target` (absolute, no links, may not exist). Never raises."""
+    """Discover the devices under `target`, an absolute path without links, which need not exist.
+    Never raises."""
     mount = mount_of(target, read_mounts(mountinfo))
     top = device_of_mount(mount, sysfs) if mount else None
     devices = block_stack(top) if top else ()

@@ -61,7 +61,7 @@ class IoOp:
     #: WRITE only: the payload's CRC-32C from the copy into staging; if None, the engine computes
     #: it.
     payload_crc: int | None = None
-    #: WRITE only: whether no other rank of the set has the chunk; set in header and table entry.
+    #: WRITE only: whether no other rank of the set has the chunk. Header and table entry record it.
     single_copy: bool = False
     #: WRITE only: the client of `WriteCommand`, stored in header and table entry.
     client: int = 0
