@@ -11,11 +11,9 @@ every engine and worker receives.
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import re
 from collections import Counter
-from collections.abc import MutableMapping
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -39,7 +37,7 @@ def precheck(vllm_config: Any, extra: dict[str, Any], staging_key: str) -> None:
     is_first = WEIGHTS_SEEN not in extra
     parallel = vllm_config.parallel_config
     refuse_parallel(parallel)
-    note_replicas(vllm_config, extra)
+    set_replicas(extra, int(parallel.data_parallel_size))
     config = parse_config(extra)
     vllm_release.refuse_unknown(config.allow_unknown_vllm)
     note_weights(vllm_config, extra)
@@ -198,16 +196,10 @@ def refuse_platform(platform: Any) -> None:
             f"vLLM runs on {platform.device_type!r} here; this version serves NVIDIA GPUs and "
             "vLLM's CPU engine: serve without offloading",
         )
-    if not _is_there("cuda.bindings"):
+    find = importlib.util.find_spec  # raises an error for a module of a missing package
+    if find("cuda") is None or find("cuda.bindings") is None:
         remedy = f"copies to a GPU need cuda-bindings: {install_extra('cuda')}"
         raise ConfigError("--kv-offloading-backend", "nvmeof", remedy)
-
-
-def _is_there(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing too
-        return False
 
 
 #: The suffix that vLLM appends to a replica's engine id.
@@ -218,11 +210,6 @@ def refuse_parallel(parallel: Any) -> None:
     if parallel.enable_elastic_ep:
         remedy = "this package supports only a fixed number of replicas; remove the option"
         raise ConfigError("enable_elastic_ep", True, remedy)
-
-
-def note_replicas(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
-    """Write vLLM's number of replicas into `extra`; refuse a different configured number."""
-    set_replicas(extra, int(vllm_config.parallel_config.data_parallel_size))
 
 
 def count_nodes(parallel: Any) -> int:

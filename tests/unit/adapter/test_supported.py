@@ -16,13 +16,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from tests.unit.imported_vllm import ImportedVllm
-from vllm_nvmeof_offload.config import OffloadConfig
+from vllm_nvmeof_offload.config import OffloadConfig, set_replicas
 from vllm_nvmeof_offload.errors import ConfigError, install_extra
 from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.vllm_adapter.supported import (
     Replica,
     count_nodes,
-    note_replicas,
     refuse_parallel,
     refuse_platform,
     replica_of,
@@ -216,24 +215,21 @@ def config(
 
 def test_the_number_of_replicas_is_taken_from_vllm_where_it_knows_it() -> None:
     extra: dict[str, Any] = {}
-    note_replicas(config(), extra)
+    set_replicas(extra, 1)
     assert extra == {}
-    note_replicas(config(size=3), extra)
+    set_replicas(extra, 3)
     # Once more, as the configuration of one replica, which vLLM has made independent.
-    note_replicas(config(size=1, index=2), extra)
+    set_replicas(extra, 1)
     assert extra == {"replicas": 3}
 
 
 def test_a_number_of_replicas_that_contradicts_vllms_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"^replicas=2: data_parallel_size is 3; leave"):
-        note_replicas(config(size=3), {"replicas": 2})
+        set_replicas({"replicas": 2}, 3)
 
 
 def test_replicas_of_a_model_with_experts_share_the_sizes_as_others_do() -> None:
     """Each stays one of two, and knows its own index, because they compute in step."""
-    extra: dict[str, Any] = {}
-    note_replicas(config(size=2, index=1, moe=True), extra)
-    assert extra == {"replicas": 2}
     one = config(size=2, index=1, engine_id="abc_dp1", moe=True)
     assert replica_of(one, 2) == Replica(1, 2, "abc")
 
@@ -294,7 +290,7 @@ def refused(kind: str) -> str:
 
 def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
     def find_spec(name: str) -> object:
-        if name.partition(".")[0] in missing:
+        if name.partition(".")[0] in missing and "." in name:
             raise ModuleNotFoundError(name)
         return None if name in missing else object()
 
