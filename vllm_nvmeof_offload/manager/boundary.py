@@ -156,7 +156,7 @@ def _needed_from(group: Group, boundary: int) -> int:
         return boundary - boundary % reach
     if group.kind is GroupKind.WINDOW and reach is not None:
         return boundary - reach
-    assert group.reach_chunks is not None, "a tail group has a reach"
+    assert group.reach_chunks is not None, "a window or state has a reach"
     end = -(-boundary // group.tokens_per_chunk)
     return (end - group.reach_chunks) * group.tokens_per_chunk
 

@@ -22,12 +22,12 @@ Flags: 4, the header has block CRCs (not written yet); 8, a single copy: no othe
 Key and generation are equal on all ranks of an engine. The place (region, rank, slot) proves that
 the bytes belong here: after a misdirected read or write, or in a misplaced file, the place differs.
 The share tag identifies the weights that computed the chunk. The client is a number that stands for
-the salt in the chunk's key (`client_of`), or 0 if unknown, as in chunks of earlier releases; no
-reader relies on it. All chunks of a group have the same length, which the superblock also states.
-The header's CRC covers the whole page, so any damaged bit is detected. Bytes after the payload are
-not written and have no CRC; an empty payload has the CRC of no bytes. The native engine shares the
-format. A change needs a line in the changelog and, unless earlier releases read the result
-correctly, a new `FORMAT_VERSION`, which is one of every keyspace's facts.
+the salt in the chunk's key (`client_of`), or 0 if unknown; a load does not check it. All chunks of
+a group have the same length, which the superblock also states. The header's CRC covers the whole
+page, so any damaged bit is detected. Bytes after the payload are not written and have no CRC; an
+empty payload has the CRC of no bytes. The native engine shares the format. A change needs a line in
+the changelog and, unless earlier releases read the result correctly, a new `FORMAT_VERSION`, which
+is one of every keyspace's facts.
 
 The table has one 64-byte entry per slot, little endian; an entry that was never written is zero::
 
@@ -53,9 +53,8 @@ The superblock is one 4 KiB page that describes the region and states which chun
     92  u32  rank                  4092 u32 CRC-32C of bytes 0..4091
 
 A group is: u32 id, u8 kind, u8 ranks in a set, u16 zero, u64 payload bytes, u32 blocks per chunk,
-u32 bytes of a block. All other bytes are zero. A region of an earlier release has no log. shared is
-2 if a group of hosts uses the region (`pool.lease`); otherwise shared and the lease generation are
-0.
+u32 bytes of a block. All other bytes are zero. A small region has no log. shared is 2 if a group of
+hosts uses the region (`pool.lease`); otherwise shared and the lease generation are 0.
 
 The superblock with the highest sequence on any of a rank's targets states the epoch and tag under
 which chunks are adopted; all other chunks are ignored. Epochs are random. A superblock is
@@ -519,7 +518,7 @@ class Keyspace:
 
     @staticmethod
     def exactly(facts: Mapping[str, object]) -> Keyspace:
-        """Freeze facts read from disk, which an earlier release may have written."""
+        """Freeze facts read from disk, which include the format."""
         return Keyspace(json.dumps(facts, sort_keys=True, separators=(",", ":"), allow_nan=False))
 
     @property

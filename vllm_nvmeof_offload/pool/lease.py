@@ -298,9 +298,9 @@ class PageIo(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class PageFile:
-    """The page at the start of a file. Reads and writes bypass this kernel's page cache. With
-    `file`, no other file is accessed, because a different file system, with a different owner, may
-    have been mounted at the path. None allows any file there."""
+    """The page at the start of a file. Reads and writes bypass this kernel's page cache. Unless
+    `file` is None, no other file is accessed, because a different file system, with a different
+    owner, may have been mounted at the path."""
 
     path: Path
     file: FileId | None = None

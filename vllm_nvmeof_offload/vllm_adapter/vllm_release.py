@@ -145,7 +145,6 @@ def accepts(ours: Callable[..., Any], theirs: Callable[..., Any]) -> bool:
 #                                      and requires nothing else
 #     module:Class has x y             instances of the class have these members
 #     module:name                      the module has this name
-#
 _BASE = "vllm.v1.kv_offload.base"
 _CONNECTOR = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 _OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
