@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ask about a long document twice, with others in between, through the OpenAI client.
+"""Ask about a long document twice, with other documents in between, through the OpenAI client.
 
     python examples/05_long_document.py URL [URL ...]
 

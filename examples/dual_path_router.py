@@ -88,8 +88,8 @@ class Engine:
 
 @dataclass(frozen=True)
 class Limits:
-    """The most outstanding tokens of a prefill and of a decode server (0: no limit), and the most
-    waiting requests."""
+    """Limits on the outstanding tokens of a prefill and of a decode server (0: no limit), and on
+    the waiting requests."""
 
     prefill_tokens_max: int = 2_000_000
     decode_tokens_max: int = 0

@@ -32,7 +32,7 @@ from gpu_stage import Ended, pack, run_stage  # noqa: E402 - a script's neighbou
 
 RESULTS = ROOT / "build" / "bench"
 LOGS = ROOT / "build" / "logs"
-#: The longest limit of a stage: some machines allow a command ten minutes, packing included.
+#: The maximum limit of a stage: some machines allow a command ten minutes, including packing.
 LIMIT_S_MAX = 560
 BUNDLE = "gpu-bundle"
 NATIVE_MODULES = "_tiers", "_native"

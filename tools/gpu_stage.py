@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import IO
 
 _TAIL_LINES = 14
-#: The wait for a killed process, which the driver can block in the kernel. The next stage then
-#: starts.
+#: The maximum wait for a killed process, which the driver can block in the kernel, before the next
+#: stage starts.
 _KILL_S_MAX = 10.0
 _PR_SET_CHILD_SUBREAPER = 36
 

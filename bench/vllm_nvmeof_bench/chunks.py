@@ -390,7 +390,7 @@ class OurManager(_Manager):
         recorder.time("hold", "release", count, leave)
         if count <= FETCHES_MAX:
             recorder.time("hold", "fetch", count, turns(in_pool))
-            assert len(core.held()) == count, "the limit allows all in flight"
+            assert len(core.held()) == count, "the limit allows all fetches in flight"
             self.write_all()
             leave()
 
@@ -754,7 +754,7 @@ def _resident_bytes() -> int:
 
 
 def _fill_managers(settings: Settings, table: Table) -> tuple[VllmManager, Iterator[Sample]]:
-    """Return vLLM's manager, filled, and samples of both managers' index memory."""
+    """Return vLLM's manager, which is full, and samples of both managers' index memory."""
     adopted, _ = table.adopt()
     before = _resident_bytes()
     ours = OurManager(adopted, _MEMORY_CACHE_SLOTS)

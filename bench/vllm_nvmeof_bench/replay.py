@@ -27,6 +27,7 @@ from vllm_nvmeof_bench.serve.fleet import Run, ServerSettings, arms_option, run
 from vllm_nvmeof_bench.servers.client import Answer, Client, Hits, Tokens
 from vllm_nvmeof_bench.settings import option
 from vllm_nvmeof_bench.traces import (
+    CONTEXT_HELP,
     TRACE_HELP,
     Pace,
     Request,
@@ -84,7 +85,10 @@ class Settings(ServerSettings):
     pace: Pace = field(default_factory=Pace)
     duration_s: float = option(300.0, "Seconds per arm.", flag="--duration")
     context_tokens_max: int = option(
-        131_072, "Longest request in tokens; longer ones end sessions.", flag="--context-max", min=1
+        131_072,
+        CONTEXT_HELP,
+        flag="--context-max",
+        min=1,
     )
     block_tokens: int = option(0, "Replayed tokens per block; 0: as in the trace.", min=0)
     sessions: int = option(0, "Sessions to draw from the trace at random; 0: all.", min=0)

@@ -23,7 +23,7 @@ from vllm_nvmeof_bench.home import OnProgress, progress, unheard
 from vllm_nvmeof_bench.reports.simulate import Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded
-from vllm_nvmeof_bench.traces import TRACE_HELP, Pace, Trace, read_trace, virtual
+from vllm_nvmeof_bench.traces import CONTEXT_HELP, TRACE_HELP, Pace, Trace, read_trace, virtual
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.groups import GROUP_ID_BYTES
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
@@ -81,7 +81,10 @@ class Settings:
     pace: Pace = field(default_factory=Pace)
     chunk_tokens: int = option(512, "Tokens per chunk, at least one block of the trace.", min=1)
     context_tokens_max: int = option(
-        131_072, "Longest request in tokens; longer ones end sessions.", flag="--context-max", min=1
+        131_072,
+        CONTEXT_HELP,
+        flag="--context-max",
+        min=1,
     )
     gpu: float = option(0.02, "Size of GPU memory as a share of the working set.")
     cpu: float = option(0.05, "Size of the CPU tier as a share of the working set.")
@@ -242,7 +245,7 @@ def run(
         "working_set_tokens": len(before) * chunk_tokens,
         "reusable": 1 - len(before) / asked,
         "virtual_seconds": asks[-1].at_s,
-        "simulated": "requests in sequence; copies and I/O take no time; the product's manager",
+        "simulated": "the product's manager; requests in sequence; instant copies and I/O",
     }
 
 

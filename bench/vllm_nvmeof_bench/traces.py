@@ -42,6 +42,7 @@ from vllm_nvmeof_bench.results import BenchError
 from vllm_nvmeof_bench.settings import option
 
 Ids = npt.NDArray[np.int64]
+CONTEXT_HELP = "Most tokens of a request and its answer; a longer request ends its session."
 TRACE_HELP = "Folder of kv-cache-tester's *.json files, or Mooncake *.jsonl file."
 _MOONCAKE_BLOCK_TOKENS = 512
 _DAMAGE = (KeyError, TypeError, ValueError, AttributeError, OverflowError)

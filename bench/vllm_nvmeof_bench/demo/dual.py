@@ -81,7 +81,7 @@ class Phase:
 
 
 class Pair:
-    """P, and D at one or both of two addresses; D can be killed and restarted."""
+    """Server P, and server D at one or both of its addresses. D can be killed and restarted."""
 
     def __init__(
         self, console: Console, build: Path, target: Path, addresses: tuple[str, str]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,7 +170,7 @@ class Report:
                 "logprob_gap_min": seen.gap_min,
                 "distinct_3gram_ratio_min": seen.distinct_ratio_min,
                 "preemptions_without_offloading": self.baseline.crowd.preemptions,
-                "startup_s": _rounded(one.startup_s for one in sessions),
+                "startup_s": [round(one.startup_s, 4) for one in sessions],
                 "turns": [
                     {**turn.facts(), "restarted": one is self.restarted}
                     for one in sessions[1:]
@@ -220,7 +220,3 @@ def picture_of(data: Mapping[str, Any]) -> str:
     return console.export_svg(
         title=f"make demo: {data['conditions']['model']['name']}", code_format=form
     )
-
-
-def _rounded(values: Iterable[float]) -> list[float]:
-    return [round(v, 4) for v in values]

@@ -196,7 +196,7 @@ def _op(samples: Samples) -> Figure | None:
 
 
 def _rate(samples: Samples, case: str) -> Figure | None:
-    """Return how many thousand chunks per second the pipeline's thread can move."""
+    """Return the thousands of chunks per second that the pipeline's thread can move."""
     chosen = select(samples, side=OURS, case=case, stage="pipeline", chunks=_CHUNKS)
     values = [one.us_per_chunk for one in chosen if one.us_per_chunk]
     return _figure([1000 / value for value in values])

@@ -305,7 +305,7 @@ def _hits_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Tab
         Column("seconds of", lambda row: f"{row[1]}/{row[2]}"),
         Column("ratio", lambda row: results.median_ratio(row[3]), "{:.2f}"),
     ]
-    yield Table("Time / what the storage needs at least", columns, limits)
+    yield Table("Time / minimum time of the storage", columns, limits)
     same, count = (sum(getattr(one, name) for one in samples) for name in ("same", "compared"))
     yield f"answers that equal the first arm's: {same} of {count}"
 

@@ -127,7 +127,7 @@ def _columns(conditions: Conditions) -> list[Column]:
 REPORTS = (
     Report(
         "simulate",
-        "Hit rates over sizes and policies, simulated",
+        "Simulated hit rates by size and policy",
         Sample,
         _tables,
         about="{simulated}",

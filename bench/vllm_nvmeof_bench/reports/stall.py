@@ -90,7 +90,7 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
             for arm, place in _LOADED.items()
         ),
         bound("longest gap beside a load, ours / vLLM's tiering", "≤", 1, ratio),
-        bound("chunks of the prompt that returns", "≥", _CHUNKS_MIN, size),
+        bound("chunks of the returning prompt", "≥", _CHUNKS_MIN, size),
         bound("answers that differ between arms", "≤", 0, different),
     ]
 
@@ -154,7 +154,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         medians(back, "tokens/s beside it", "tokens_per_s"),
         medians(of_phase[ALONE], "alone", "tokens_per_s"),
     ]
-    yield Table("The prompt that returns", columns, rows)
+    yield Table("The returning prompt", columns, rows)
 
 
 REPORTS = (

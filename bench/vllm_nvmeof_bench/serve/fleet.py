@@ -109,11 +109,13 @@ ARMS = {
         Arm("pool", "our CPU tier, which holds a third, and pool", "third", pool=True),
         Arm("target", "as pool, on a throttled disk", "third", pool=True, throttled=True),
         Arm("full", "our CPU tier, which holds all, and pool", "all", pool=True),
-        Arm("peer", "vLLM's tiering with fs, which holds a third", "third", pool=True, peer=True),
+        Arm("peer", "vLLM's tiering with fs; its CPU tier holds a third", "third", pool=True,
+            peer=True),
         Arm("peer_target", "as peer, on a throttled disk", "third", True, True, True),
-        Arm("peer_full", "vLLM's tiering with fs, which holds all", "all", pool=True, peer=True),
-        Arm("lifeboat", "vLLM's tiering with Lifeboat, which holds a third", "third", pool=True,
-            peer=True, lifeboat=True),
+        Arm("peer_full", "vLLM's tiering with fs; its CPU tier holds all", "all", pool=True,
+            peer=True),
+        Arm("lifeboat", "vLLM's tiering with Lifeboat; its CPU tier holds a third", "third",
+            pool=True, peer=True, lifeboat=True),
     )
 }  # fmt: skip
 

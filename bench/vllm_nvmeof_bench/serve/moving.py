@@ -53,8 +53,8 @@ _ROUTINGS = {
     PEER: _Routing(PEER, True),
 }
 _ABOUT = {
-    OURS: "our CPU tier, which holds a quarter; the pools of both servers are in one directory",
-    PEER: "vLLM's tiering with fs, which holds a quarter; both servers use one directory",
+    OURS: "our CPU tier, which holds a quarter; both servers' pools are in one directory",
+    PEER: "vLLM's tiering with fs; its CPU tier holds a quarter; both servers use one directory",
 }
 
 
@@ -87,7 +87,7 @@ class Settings(ServerSettings):
     grow_tokens: int = option(256, "Tokens added by each later turn.", min=1)
     answer_tokens: int = option(8, "Tokens per answer.", min=1)
     think_s: float = option(
-        1.2, "Seconds before each request. Below 1, the other server still polls."
+        1.2, "Pause before each request in seconds; below 1, the other server still polls."
     )
     rounds: int = option(6, "Rounds after a warm-up round, with the arms interleaved.", min=1)
     seed: int = option(1, "Seed for prompts and order.")

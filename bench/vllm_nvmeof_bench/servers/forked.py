@@ -96,7 +96,7 @@ class _Forked:
 
 
 class _Zygote:
-    def __init__(self, environment: Mapping[str, str]) -> None:
+    def __init__(self, environment: frozenset[tuple[str, str]]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", "vllm_nvmeof_bench.servers.zygote"],
             env=dict(environment),
@@ -132,6 +132,4 @@ class _Zygote:
         self._started.put(None)
 
 
-@functools.cache
-def _zygote(environment: frozenset[tuple[str, str]]) -> _Zygote:
-    return _Zygote(dict(environment))
+_zygote = functools.cache(_Zygote)

@@ -328,7 +328,7 @@ def test_a_time_is_compared_with_what_the_storage_needs() -> None:
     times = {"pool": 1.5, "drive": 0.5, "target": 2.2, "stand_in": 2.0}
     parts = report.REPORTS[1].tables([sample(*one) for one in times.items()], {})
     tables = [one for one in parts if isinstance(one, Table)]
-    (found,) = (one.cells for one in tables if one.title.startswith("Time / what"))
+    (found,) = (one.cells for one in tables if one.title.startswith("Time / minimum"))
     assert found == [["pool/drive", "3.00"], ["target/stand_in", "1.10"]]
 
 

@@ -225,7 +225,7 @@ def test_ranks_share_the_tokens_of_a_head_that_they_all_hold() -> None:
         sizes = KvSizes(model, Deployment(tensor_parallel=8, decode_context_parallel=dcp))
         assert sizes.rank_token_bytes() == 28 * 256 * 2 // dcp
         assert sizes.copies() == copies
-    with pytest.raises(ConfigError, match="--tp 8 holds each of 2 KV heads 4 times"):
+    with pytest.raises(ConfigError, match="each of 2 heads is on 4 of the 8 ranks"):
         KvSizes(model, Deployment(tensor_parallel=8, decode_context_parallel=8))
 
 
@@ -271,7 +271,7 @@ def test_prefill_context_parallelism_copies_what_decode_does_not_share() -> None
         ("Qwen3-Next-80B-A3B-Instruct", {"pcp": 2}, "--pcp=2: .* with recurrent state; leave it"),
         ("DeepSeek-V3", {"tp": 4, "dcp": 3}, "--dcp=3: give a divisor of --tp 4"),
         ("DeepSeek-V3", {"tp": 2, "pcp": 4, "dcp": 2}, "with --tp 2 --pcp 4, give 1 or 4 or 8"),
-        ("Llama-3.1-8B-Instruct", {"tp": 8, "dcp": 2}, "--tp 8 holds each of 8 KV heads 1 times"),
+        ("Llama-3.1-8B-Instruct", {"tp": 8, "dcp": 2}, "each of 8 heads is on 1 of the 8 ranks"),
     ],
 )
 def test_context_parallelism_that_vllm_refuses(

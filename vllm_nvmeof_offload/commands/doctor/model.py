@@ -49,8 +49,8 @@ def examine_model(path: Path, kv_dtype: str, as_json: bool, **given: Any) -> int
 def describe(sizes: KvSizes) -> dict[str, Any]:
     """Return the output of `vllm-nvmeof doctor --model --json`, with a row for each group.
 
-    Bytes are for one rank. A hit ends at a multiple of `unit_tokens`. `boundary_tokens` is what the
-    key's value "auto" stands for with this model, or 0 if the key has no effect.
+    Bytes are for one rank. A hit ends at a multiple of `unit_tokens`. `boundary_tokens` is the
+    number that the key's value "auto" means for this model, or 0 if the key has no effect.
     """
     works, stored, deployment = sizes.works, sizes.groups(), sizes.deployment
     slot = slot_stride_bytes(max((one.payload_bytes for one in stored), default=0))

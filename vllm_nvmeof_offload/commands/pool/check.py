@@ -220,4 +220,4 @@ def _check_log(report: Report, pages: int) -> None:
         kind = f"log has {found} of {pages} pages; the next start extends it"
         report.add(kind, damage=Damage.NOTE)
     if damaged:
-        report.add(f"log has {damaged} damaged pages, which are written again", damage=Damage.NOTE)
+        report.add(f"log has {damaged} damaged pages, which servers rewrite", damage=Damage.NOTE)

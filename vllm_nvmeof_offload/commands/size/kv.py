@@ -342,8 +342,8 @@ def _check_context_parallel(model: ModelShape, deployment: Deployment) -> None:
         sizes = " or ".join(map(str, sorted({1, pcp, tp * pcp})))
         remedy = f"with --tp {tp} --pcp {pcp}, give {sizes}"
     elif dcp > 1 and not latent and (dcp > tp // heads or tp <= heads):
-        remedy = f"only ranks that hold the same head can share its tokens; --tp {tp} holds each of"
-        remedy += f" {heads} KV heads {max(1, tp // heads)} times"
+        remedy = "only ranks that hold the same KV head can share its tokens; each of "
+        remedy += f"{heads} heads is on {max(1, tp // heads)} of the {tp} ranks of --tp"
     if remedy:
         raise ConfigError("--dcp", dcp, remedy)
 

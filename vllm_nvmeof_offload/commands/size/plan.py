@@ -93,8 +93,8 @@ class Plan:
         return tuple(group for group in self.groups if group.stored)
 
     def blocks_of_chunk(self, config: OffloadConfig) -> tuple[int, str]:
-        """Return what `chunk_size.blocks_of_chunk` returns for these groups; it raises the same
-        errors."""
+        """Return the blocks per chunk and a warning, as `chunk_size.blocks_of_chunk` does. Raises
+        the same errors."""
         groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in self.stored]
         if not groups:
             return config.blocks_per_chunk or 1, ""

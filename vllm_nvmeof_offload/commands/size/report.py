@@ -90,7 +90,7 @@ def build(model: ModelShape, deployment: Deployment) -> SizeReport:
     ranks = deployment.ranks
     if deployment.gpus % ranks:
         up = -(-deployment.gpus // ranks) * ranks
-        remedy = f"an engine uses {ranks} (--tp times --pp times --pcp)"
+        remedy = f"an engine uses {ranks} GPUs (--tp times --pp times --pcp)"
         raise ConfigError("--gpus", deployment.gpus, f"{remedy}; give a multiple, such as {up}")
     sizes = KvSizes(model, deployment)
     room, back = sizes.gpu_room(), sizes.plan_reload(deployment.drives)
