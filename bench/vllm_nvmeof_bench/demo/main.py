@@ -172,7 +172,7 @@ def _conditions(model: str, spec: ServerSpec, plan: Plan, shape: ModelShape) -> 
 
 
 def _finish(console: Console, report: Report, json_path: Path) -> int:
-    seen, data, failures = report.comparison(), report.data(), report.failures()
+    seen, facts, failures = report.comparison(), report.facts(), report.failures()
     console.print()
     for table in tables(report.samples(), report.conditions):
         console.print(table, soft_wrap=False)
@@ -181,8 +181,9 @@ def _finish(console: Console, report: Report, json_path: Path) -> int:
         f"without offloading: {'identical' if seen.identical else 'DIFFERENT'}; "
         f"log-probabilities differ by at most {seen.logprob_difference_max:.1g}, "
         f"the smallest lead over a runner-up is {seen.gap_min:.1g}",
-        f"{data['external_hit_tokens']} prompt tokens loaded; {data['preemptions']} preemptions: "
-        f"{data['reloaded_tokens']} tokens reloaded, {data['recomputed_tokens']} recomputed",
+        f"{facts['external_hit_tokens']} prompt tokens loaded; {facts['preemptions']} "
+        f"preemptions: {facts['reloaded_tokens']} tokens reloaded, {facts['recomputed_tokens']} "
+        "recomputed",
         f"figures: {json_path}; the demo took {report.conditions['seconds']:.0f} s",
         sep="\n",
     )

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import io
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from rich.table import Table
 from vllm_nvmeof_bench.demo.chat import words
 from vllm_nvmeof_bench.demo.workload import Session
 from vllm_nvmeof_bench.reports.demo import RETURNING, Sample, speedup
-from vllm_nvmeof_bench.results import SCHEMA, distinct
+from vllm_nvmeof_bench.results import distinct, dump
 from vllm_nvmeof_bench.servers.client import Answer
 from vllm_nvmeof_bench.servers.model import distinct_ratio
 
@@ -145,38 +144,31 @@ class Report:
         ]
         return out
 
-    def data(self) -> dict[str, Any]:
-        """Return the content of the results file."""
+    def facts(self) -> dict[str, Any]:
+        """Return the conditions in the results file."""
         seen, sessions = self.comparison(), (self.baseline, self.offloaded, self.restarted)
         return {
+            **self.conditions,
             "identical": seen.identical,
-            "schema": SCHEMA,
-            "bench": "demo",
-            "samples": [
-                {"case": one.case, "seconds": round(one.seconds, 4)} for one in self.samples()
-            ],
             "speedup": {name: round(value, 2) for name, value in self.speedups().items()},
             "external_hit_tokens": sum(one.external_hit_tokens for one in sessions[1:]),
             "preemptions": self.offloaded.crowd.preemptions,
             "reloaded_tokens": self.offloaded.reloaded_tokens,
             "recomputed_tokens": self.offloaded.recomputed_tokens,
-            "conditions": {
-                **self.conditions,
-                "failures": self.failures(),
-                "answers_compared": seen.answers,
-                "tokens_compared": seen.tokens,
-                "logprob_difference_max": seen.logprob_difference_max,
-                "logprob_tolerance": LOGPROB_TOLERANCE,
-                "logprob_gap_min": seen.gap_min,
-                "distinct_3gram_ratio_min": seen.distinct_ratio_min,
-                "preemptions_without_offloading": self.baseline.crowd.preemptions,
-                "startup_s": [round(one.startup_s, 4) for one in sessions],
-                "turns": [
-                    {**turn.facts(), "restarted": one is self.restarted}
-                    for one in sessions[1:]
-                    for turn in one.turns
-                ],
-            },
+            "failures": self.failures(),
+            "answers_compared": seen.answers,
+            "tokens_compared": seen.tokens,
+            "logprob_difference_max": seen.logprob_difference_max,
+            "logprob_tolerance": LOGPROB_TOLERANCE,
+            "logprob_gap_min": seen.gap_min,
+            "distinct_3gram_ratio_min": seen.distinct_ratio_min,
+            "preemptions_without_offloading": self.baseline.crowd.preemptions,
+            "startup_s": [round(one.startup_s, 4) for one in sessions],
+            "turns": [
+                {**turn.facts(), "restarted": one is self.restarted}
+                for one in sessions[1:]
+                for turn in one.turns
+            ],
         }
 
     @property
@@ -185,22 +177,22 @@ class Report:
 
     def picture(self) -> str:
         """Return questions, answers and times as SVG; "" if the model's tokens are not text."""
-        return picture_of(self.data()) if self._speaks else ""
+        return picture_of(self.facts()) if self._speaks else ""
 
     def write(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self.data(), indent=1) + "\n")
+        """Write the results file; raise BenchError if it cannot be written."""
+        dump(path, "demo", self.samples(), self.facts())
 
 
-def picture_of(data: Mapping[str, Any]) -> str:
-    """Draw the turns of the demo's results as an SVG of a terminal window."""
+def picture_of(facts: Mapping[str, Any]) -> str:
+    """Draw the turns in `Report.facts` as an SVG of a terminal window."""
     table = Table(box=box.SIMPLE)
     for heading in ("", "question", "answer"):
         table.add_column(heading, no_wrap=True)
     table.add_column("prompt tokens", justify="right", no_wrap=True)
     table.add_column("KV came from", no_wrap=True)
     table.add_column("first token", justify="right", no_wrap=True)
-    for turn in data["conditions"]["turns"]:
+    for turn in facts["turns"]:
         case = turn["case"]
         style = "red" if case == "cold" else "green"
         table.add_row(
@@ -213,10 +205,8 @@ def picture_of(data: Mapping[str, Any]) -> str:
         )
     console = Console(record=True, width=175, file=io.StringIO(), highlight=False)
     console.print(table)
-    same = "as without offloading, token by token" if data["identical"] else "DIFFERENT"
-    console.print(f"  {data['conditions']['answers_compared']} answers: {same}")
+    same = "as without offloading, token by token" if facts["identical"] else "DIFFERENT"
+    console.print(f"  {facts['answers_compared']} answers: {same}")
     # An image in a page must not load fonts from another site.
     form = re.sub(r"@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
-    return console.export_svg(
-        title=f"make demo: {data['conditions']['model']['name']}", code_format=form
-    )
+    return console.export_svg(title=f"make demo: {facts['model']['name']}", code_format=form)

@@ -27,7 +27,8 @@ from vllm_nvmeof_bench.demo.workload import (
     conversations,
     resume_times_s,
 )
-from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.reports.demo import Sample
+from vllm_nvmeof_bench.results import BenchError, load
 from vllm_nvmeof_bench.serve.measure import TtftSettings
 from vllm_nvmeof_bench.servers import model, smollm2
 from vllm_nvmeof_bench.servers.client import Answer, ClientError, Metrics, _take
@@ -72,21 +73,11 @@ def test_a_good_run_passes(tmp_path: Path) -> None:
         {"cpu_tier": 8.0, "pool": 4.0, "restart": 5.0, "preempted": 5.0}
     )
     good.write(tmp_path / "demo.json")
-    data = json.loads((tmp_path / "demo.json").read_text())
-    assert list(data) == [
-        "identical",
-        "schema",
-        "bench",
-        "samples",
-        "speedup",
-        "external_hit_tokens",
-        "preemptions",
-        "reloaded_tokens",
-        "recomputed_tokens",
-        "conditions",
-    ]
-    assert data["identical"] is True
-    assert {"case": "pool", "seconds": 1.0} in data["samples"]
+    samples, facts = load(tmp_path / "demo.json", "demo", Sample)
+    assert Sample("pool", 1.0) in samples
+    assert facts["identical"] is True
+    assert facts["speedup"] == good.speedups()
+    assert (facts["preemptions"], facts["reloaded_tokens"]) == (2, 64)
 
 
 @pytest.mark.parametrize(
@@ -448,7 +439,7 @@ def test_the_picture_has_questions_answers_and_times() -> None:
     turn |= {"question": "What is [this] about?", "answer": "It is\nabout <strings> & more."}
     turn["restarted"] = True
     conditions = {"turns": [turn], "answers_compared": 1, "model": {"name": smollm2.NAME}}
-    drawn = picture_of({"identical": True, "conditions": conditions})
+    drawn = picture_of({"identical": True, **conditions})
     text = drawn.replace("&#160;", " ")
     for words in (
         "What is [this] about?",
