@@ -167,6 +167,7 @@ def test_a_value_that_cannot_be_used_is_one_plain_line(options: list[str], messa
         ("3x1GiB/s", 3, float(1 << 30)),
         ("pcie4x4", 1, 16e9 * 4 / 8 * 128 / 130),
         ("2xPCIe5x16", 2, 32e9 * 16 / 8 * 128 / 130),
+        ("pcie6x8", 1, 64e9 * 8 / 8 * 242 / 256),
     ],
 )
 def test_links_are_parsed(text: str, count: int, each: float) -> None:
