@@ -175,7 +175,7 @@ def report(
         Path,
         typer.Argument(
             help="Results file of a benchmark, directory of such files, or Markdown page whose "
-            "marked figures are printed again from bench/results."
+            "marked figures are updated from bench/results."
         ),
     ],
     goals: Goals = True,

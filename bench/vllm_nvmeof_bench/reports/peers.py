@@ -181,7 +181,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     ]
 
     def over(row: dict[str, str], beside: str) -> Paired | None:
-        """Return the ratio of the row's arm to `beside`; in vLLM's row, that of our arm to it."""
+        """Return the ratio of the row's arm to `beside`; in vLLM's row, of ours to vLLM's."""
         place = row["rates"], row["transport"]
         if beside == VLLM_P2P:
             return ratio(samples, place, BOTH, beside) if row["arm"] == beside else None

@@ -165,7 +165,7 @@ def _model_figures(sizes: KvSizes) -> Iterator[Figure]:
     formula = "4 KiB header page + the largest chunk padded to 4 KiB; "
     yield row("slot", slots[0].stride_bytes, f"{formula}{count} of them per session")
     once = KvSizes(sizes.model, deployment.on_one_rank()).session_rank_bytes(context)
-    formula = f"KV of {context} tokens over all layers, windows as far as they reach"
+    formula = f"KV of {context} tokens in all layers; in windows, only the last tokens"
     yield row("session, made once", once, formula)
 
 
@@ -246,7 +246,7 @@ def _advice_figures(sizes: KvSizes, advice: Advice | None) -> Iterator[Figure]:
     yield row("staging of one engine", advice.staging_bytes, formula)
     formula = f"one engine's share of {deployment.users} users' sessions + logs"
     yield row("pool of one engine", advice.pool_bytes, formula)
-    formula = "drives for the users' sessions, or for the TTFT if it needs more"
+    formula = "drives for the users' sessions or, if more, for the TTFT"
     yield row("drives for this load", advice.drives_needed, formula, "drives")
     formula = (
         f"{deployment.users} users × session in the pool × {deployment.daily_tokens} ÷ context"
