@@ -155,24 +155,20 @@ class _Runner:
         the number of operations and the seconds until the last completion."""
         remaining, free = iter(slots), list(range(depth))
         running: dict[int, tuple[int, float]] = {}  # token → (buffer, start time)
-        start_s = time.perf_counter()
-        done, started, open_ = 0, 0, True
-        while open_ or running:
-            while open_ and free:
-                late = time.perf_counter() - start_s >= seconds_max and started > 0
-                slot = None if late else next(remaining, None)
-                if slot is None:
-                    open_ = False
-                    break
+        start_s, done = time.perf_counter(), 0
+        while True:
+            # Run at least one operation.
+            in_time = time.perf_counter() - start_s < seconds_max or not (done or running)
+            while in_time and free and (slot := next(remaining, None)) is not None:
                 buffer = free.pop()
                 running[self._submit(kind, slot, buffer)] = (buffer, time.perf_counter())
-                started += 1
-            for token in self._ended() if running else ():
+            if not running:
+                return done, time.perf_counter() - start_s
+            for token in self._ended():
                 buffer, began_s = running.pop(token)
                 self.latencies_s.append(time.perf_counter() - began_s)
                 free.append(buffer)
                 done += 1
-        return done, time.perf_counter() - start_s
 
     def _submit(self, kind: OpKind, slot: int, buffer: int) -> int:
         self._token += 1
