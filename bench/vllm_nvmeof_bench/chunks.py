@@ -60,7 +60,7 @@ from vllm.v1.request import Request
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.home import OnProgress, home_in, progress, unheard
-from vllm_nvmeof_bench.pool import InstantCopy
+from vllm_nvmeof_bench.pool import KEY_BYTES, InstantCopy
 from vllm_nvmeof_bench.reports.hotpath import CASES, ONE, OURS, SIDES, VLLM, Sample
 from vllm_nvmeof_bench.results import BenchError, dump
 from vllm_nvmeof_bench.settings import check_positive, option, recorded
@@ -100,7 +100,6 @@ from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 from vllm_nvmeof_offload.worker.build import RankWorker
 from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
-KEY_BYTES = 36  # as in vLLM: a SHA-256 hash and a group number
 TARGETS = 2
 _FILLED_AT_ONCE = 8192
 #: Chunks that other requests store in each step while the measured ones wait, and the keys' seed.

@@ -49,7 +49,7 @@ from vllm_nvmeof_bench.pool import (
     write_flat,
 )
 from vllm_nvmeof_bench.reports.latency import ARMS, PAYLOAD_MIN, STAND_IN, Point, Sample
-from vllm_nvmeof_bench.results import BenchError, dump, percentile, size_name
+from vllm_nvmeof_bench.results import MB, BenchError, dump, percentile, size_name
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.errors import OffloadError
@@ -59,7 +59,6 @@ from vllm_nvmeof_offload.units import GIB, KIB, MIB, slot_stride_bytes
 _CASES = ("read", "write")
 _THROTTLE_MB_PER_S = 100
 _REMEDY = "give another --target, or fewer --jobs"
-_MB = 1_000_000
 #: A pause after setting the throttle, until the kernel's unthrottled time slice has expired.
 _SLICE_S = 0.15
 _T = TypeVar("_T")
@@ -409,7 +408,7 @@ class _Run:
     def _limit(self, mb_per_s: int | None) -> None:
         if self.throttle is None:
             return
-        limit = None if mb_per_s is None else mb_per_s * _MB
+        limit = None if mb_per_s is None else mb_per_s * MB
         self.throttle.limit(limit, limit)
         if limit is not None:
             time.sleep(_SLICE_S)

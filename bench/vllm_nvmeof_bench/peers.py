@@ -52,14 +52,13 @@ from vllm_nvmeof_bench.reports.peers import (
     IDLE,
     LANDING,
     LOAD,
-    MB,
     MESSAGES,
     NO_LINKS,
     WITHOUT,
     Sample,
     link_rates,
 )
-from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.results import MB, BenchError, dump
 from vllm_nvmeof_bench.rig import Rig
 from vllm_nvmeof_bench.rig import Settings as RigSettings
 from vllm_nvmeof_bench.servers.faults import FaultPlan, FaultyIoEngine

@@ -376,7 +376,7 @@ def _cut(blocks: Sequence[int], step: int) -> list[Sequence[int]]:
     return [blocks[start : start + step] for start in range(0, len(blocks), step)]
 
 
-_KEY_BYTES = 36
+KEY_BYTES = 36  # as in vLLM: a SHA-256 hash and a group number
 #: The fields of the product's `Tuning` that affect the measurements.
 _BOUNDS = (
     "io_threads",
@@ -418,7 +418,7 @@ class Ground:
             raise BenchError(f"no space for a pool of {blocks} blocks of {block_bytes} bytes")
         self.slab = self.pool.directories[0] / SLAB_FILE
         self.identities = [
-            SlotIdentity(number.to_bytes(_KEY_BYTES, "little"), 0) for number in range(blocks)
+            SlotIdentity(number.to_bytes(KEY_BYTES, "little"), 0) for number in range(blocks)
         ]
         self.written = False
 

@@ -23,6 +23,7 @@ from vllm_nvmeof_offload.errors import OffloadError
 from vllm_nvmeof_offload.units import format_bytes
 
 SCHEMA = 1
+MB = 1_000_000
 _DIGITS = 6
 #: With at least this many values, a spread is p5 to p95; with fewer, it is the range.
 PERCENTILES_FROM = 20

@@ -10,6 +10,7 @@ from typing import Any
 from vllm_nvmeof_bench import results
 from vllm_nvmeof_bench.report import Column, Report, Table, by, medians
 from vllm_nvmeof_bench.results import (
+    MB,
     METHOD,
     BenchError,
     Figure,
@@ -22,7 +23,6 @@ from vllm_nvmeof_bench.results import (
     worst,
 )
 
-MB = 1_000_000
 #: The rates in measurements of idle servers, whose links are unlimited.
 NO_LINKS = "0:0"
 LOAD, IDLE = "load", "idle"

@@ -27,7 +27,7 @@ import vllm_nvmeof_bench
 from vllm_nvmeof_bench.benchmark import Command
 from vllm_nvmeof_bench.conditions import at_start, load_average
 from vllm_nvmeof_bench.home import OnProgress, drop_logs, home_in, progress, quiet_interpreter
-from vllm_nvmeof_bench.results import BenchError, dump
+from vllm_nvmeof_bench.results import MB, BenchError, dump
 from vllm_nvmeof_bench.servers import smollm2
 from vllm_nvmeof_bench.servers.client import Client, Tokens
 from vllm_nvmeof_bench.servers.engine import has_cpu_engine
@@ -355,7 +355,6 @@ def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:
 
 #: Servers to start concurrently: one per four cores, but at least two.
 _AT_ONCE = max(2, (os.cpu_count() or 1) // 4)
-_MB = 1_000_000
 #: Token IDs that are ordinary tokens in nearly all models' vocabularies.
 _REMOTE_TOKENS = Tokens(1000, 30000)
 
@@ -549,7 +548,7 @@ def _places(stack: ExitStack, arms: Sequence[Arm], sizes: Sizes, home: Path) -> 
             left = Path("/dev/shm") / f"vllm_offload_{engine_id(arm.name)}.mmap"
             stack.callback(left.unlink, missing_ok=True)
         if arm.throttled:
-            rate = sizes.target_mb_per_s * _MB
+            rate = sizes.target_mb_per_s * MB
             throttles[arm.name] = stack.enter_context(Throttle(place, rate, rate))
     return throttles
 

@@ -41,7 +41,7 @@ import numpy as np
 
 from vllm_nvmeof_bench.home import sync_file_system
 from vllm_nvmeof_bench.reports.serve import HitSample, TtftSample, TurnSample
-from vllm_nvmeof_bench.results import BenchError
+from vllm_nvmeof_bench.results import MB, BenchError
 from vllm_nvmeof_bench.serve.fleet import Run, ServerSettings, Sizes, arms_option, command
 from vllm_nvmeof_bench.servers.client import UNSTORED, WRITTEN, Answer, Client, Hits, Tokens
 from vllm_nvmeof_bench.servers.server import on_blocks
@@ -231,7 +231,7 @@ class HitSettings(ServerSettings):
         tokens = self.count * self.prompt_tokens
         count = tokens * self.sizes().kv_bytes_per_token
         is_throttled = any(arm.throttled for arm in self.servers())
-        rates = [None, self.target_mb_per_s * 1_000_000] if is_throttled else [None]
+        rates = [None, self.target_mb_per_s * MB] if is_throttled else [None]
         none = dict.fromkeys(("gpu", "cpu", "pool", "other", "same", "compared"), 0)
         with closing(read_times(self.directory, count, rates)) as times:
             for seconds in times:
