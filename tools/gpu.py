@@ -86,8 +86,8 @@ def sanitizer(name: str) -> list[str]:
     return [*tool, "--error-exitcode", "9", "--target-processes", "all", *call]
 
 
-def engine(*files: str, timeout_s: int = 300) -> Callable[[str], list[str]]:
-    return run_pytest(*files, "-m", "not soak", timeout_s=timeout_s)
+def engine(*files: str) -> Callable[[str], list[str]]:
+    return run_pytest(*files, "-m", "not soak", timeout_s=300)
 
 
 STAGES: dict[str, Stage] = {

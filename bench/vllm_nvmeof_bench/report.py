@@ -87,22 +87,19 @@ def medians(
     )
 
 
-def tails(
-    samples: Samples, name: str, measure: str, share: float, form: str = "{:,.0f}",
-    scale: float = 1.0, **more: Any,
-) -> Column:  # fmt: skip
+def tails(samples: Samples, name: str, measure: str, share: float, scale: float) -> Column:
     """Return a column of a measure's percentiles; rows are as in `medians`."""
 
     def get(row: Any) -> float | None:
         values = values_of(samples, measure, **row)
         return percentile(values, share) if values else None
 
-    return Column(name, get, form, scale, **more)
+    return Column(name, get, "{:,.0f}", scale)
 
 
-def counts(samples: Samples, name: str = "n") -> Column:
+def counts(samples: Samples) -> Column:
     """Return a column with the number of samples; rows are as in `medians`."""
-    return Column(name, lambda row: len(select(samples, **row)) or None)
+    return Column("n", lambda row: len(select(samples, **row)) or None)
 
 
 def by_arm(

@@ -165,7 +165,7 @@ def paired(
 
 
 #: A description of `Paired` for reports.
-METHOD = "median of paired ratios, with its 95 % percentile bootstrap (10,000 draws of rounds)"
+METHOD = "median of paired ratios, with its 95 % bootstrap interval (10,000 draws of rounds)"
 _RESAMPLES = 10_000
 _SEED = 20261121
 _PAIRS_MIN = 5

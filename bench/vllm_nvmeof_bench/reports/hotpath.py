@@ -18,7 +18,6 @@ from vllm_nvmeof_bench.results import (
     Goal,
     Spread,
     bound,
-    distinct,
     select,
     spread_of,
     values_of,
@@ -160,16 +159,14 @@ def _total(
     return _figure(values, _TITLES[case], scale)
 
 
-def load_ratio(samples: Samples, chunks: int = _CHUNKS) -> Figure | None:
+def load_ratio(samples: Samples) -> Figure | None:
     """Return our cost of a load from the CPU tier relative to vLLM's, on the scheduler's thread."""
-    rounds = []
-    for one in distinct(samples, "round"):
-        some = select(samples, round=one)
-        ours = total_us(some, OURS, chunks, parts_of("cpu", _PLANNED))
-        theirs = total_us(some, VLLM, chunks, parts_of("cpu", _PLANNED[1:]))
-        if ours and theirs:
-            rounds.append(ours[0] / theirs[0])
-    return _figure(rounds)
+
+    def cost(some: Samples, side: str) -> float | None:
+        stages = _PLANNED if side == OURS else _PLANNED[1:]
+        return next(iter(total_us(some, side, _CHUNKS, parts_of("cpu", stages))), None)
+
+    return _figure(results.ratios_by_round(samples, cost, OURS, VLLM))
 
 
 def _growth(samples: Samples) -> Figure | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vllm_nvmeof_bench import results
-from vllm_nvmeof_bench.report import Column, Report, Table, by, compared, medians, ratios_of
+from vllm_nvmeof_bench.report import Column, Report, Table, by, compared, counts, medians, ratios_of
 from vllm_nvmeof_bench.results import Figure, Goal, bound, distinct, median_of, select
 
 ALONE, IN_GPU, BACK = "alone", "in_gpu", "back"
@@ -128,7 +128,7 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         ),
         Column("the load adds", lambda row: _added_ms(samples, row["arm"]), "{:,.1f}"),
         Column("in steps", steps, "{:,.1f}"),
-        Column("n", lambda row: len(select(of_phase[BACK], **row)) or None),
+        counts(of_phase[BACK]),
     ]
     title = "Gaps between two tokens of the requests that decode"
     yield Table(title, columns, rows)

@@ -106,9 +106,9 @@ def random_tokens(rng: np.random.Generator, count: int, shape: ModelShape) -> li
     return [int(t) for t in rng.integers(_SPECIAL_COUNT, shape.vocab, count)]
 
 
-def distinct_ratio(tokens: Sequence[int], n: int = 3) -> float:
-    """Return the share of distinct n-grams in `tokens`: 1.0 if none repeats, near 0 in a loop."""
-    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+def distinct_ratio(tokens: Sequence[int]) -> float:
+    """Return the share of distinct 3-grams in `tokens`: 1.0 if none repeats, near 0 in a loop."""
+    grams = list(zip(tokens, tokens[1:], tokens[2:], strict=False))
     return len(set(grams)) / len(grams) if grams else 1.0
 
 

@@ -143,8 +143,9 @@ def test_only_what_a_boundary_needs_is_counted_of_compressed_kv() -> None:
 def test_a_pipeline_spreads_layers_as_vllm_does() -> None:
     model = shape(LayerCache(LayerKind.FULL, 10, 8, 128, 128))
     sizes = KvSizes(model, Deployment(pipeline_parallel=4))
-    per_layer = 8 * 256 * 2
-    assert [sizes.rank_token_bytes(stage) // per_layer for stage in range(4)] == [2, 3, 3, 2]
+    per_layer = 8 * 256 * 2 * sizes.chunk_tokens
+    payloads = [sizes.groups(stage)[0].payload_bytes for stage in range(4)]
+    assert [payload // per_layer for payload in payloads] == [2, 3, 3, 2]
     assert sizes.fullest == 1
     assert sizes.copies() == 1
     indices = pytest.importorskip("vllm.distributed.utils").get_pp_indices

@@ -171,8 +171,8 @@ class KvSizes:
         """Return the bytes that a token adds permanently; copies on several ranks count once."""
         return round(self._growing(1, range(self.model.layers)))
 
-    def rank_token_bytes(self, stage: int | None = None) -> int:
-        growing = self._growing(self.deployment.tensor_parallel, self._layers(stage))
+    def rank_token_bytes(self) -> int:
+        growing = self._growing(self.deployment.tensor_parallel, self._layers(self.fullest))
         return round(growing / self.deployment.decode_context_parallel)
 
     def _growing(self, tensor_parallel: int, layers: range) -> float:
