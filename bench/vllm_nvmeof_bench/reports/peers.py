@@ -38,7 +38,7 @@ ARMS = {
 }
 MESSAGES = "messages"
 #: The transports of chunks; only results of earlier versions contain cma.
-TRANSPORTS = {"cma": "NIXL pulls, by the kernel's cma", MESSAGES: "messages over TCP"}
+TRANSPORTS = {"cma": "NIXL pulls through the kernel's cma", MESSAGES: "messages over TCP"}
 BOTH_MIN, SUM_MIN, ABSENT_MIN, IDLE_MAX = 1.9, 0.93, 0.98, 0.5
 VLLM_P2P_MIN = 1.05
 

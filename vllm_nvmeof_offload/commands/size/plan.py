@@ -185,7 +185,7 @@ def _one_page_size(pages: list[Page]) -> list[Page]:
 
 
 def _split_evenly(pages: list[Page]) -> list[list[Page]]:
-    """Split kinds into groups the size of the smallest kind, or of the largest if similar."""
+    """Split kinds into groups as large as the smallest kind, or the largest if it is similar."""
     kinds = _alike(pages, lambda page: (page.cache, page.block_tokens, page.page_bytes))
     fewest, most = min(map(len, kinds)), max(map(len, kinds))
     size = most if most < fewest * _SIMILAR else fewest
