@@ -30,10 +30,6 @@ _ANSWER_TOKENS = 16
 _FLOODING = 4
 
 
-class TryError(OffloadError):
-    """Raised if a server cannot be tried. The message contains the reason."""
-
-
 @dataclass
 class Tried:
     """The result. `tokens` are the tokens of the second prompt, by source."""
@@ -130,13 +126,13 @@ async def _ask(
     answer = await client.attempt(prompt, answer_tokens, prompt_tokens_max=tokens)
     if answer.failure:
         why = printable(answer.failure)
-        raise TryError(f"the server did not answer a prompt of {tokens} tokens: {why}")
+        raise OffloadError(f"the server did not answer a prompt of {tokens} tokens: {why}")
     return answer
 
 
 async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[..., None]) -> str:
-    """Send other prompts until the GPU's cache must have evicted our prompt. Raises TryError if the
-    size of the cache is unknown, or if the tiers would evict the prompt too."""
+    """Send other prompts until the GPU's cache must have evicted our prompt. Raises OffloadError if
+    the size of the cache is unknown, or if the tiers would evict the prompt too."""
     gpu = 0
     for labels, _ in now.samples("vllm:cache_config_info"):
         blocks, size = labels.get("num_gpu_blocks", ""), labels.get("block_size", "")
@@ -148,7 +144,7 @@ async def _flood(client: Client, tokens: int, now: Metrics, progress: Callable[.
         why = f"it holds {gpu:,} tokens, too many for the larger tier ({room:,.0f})"
         if not gpu:
             why = "its size is unknown: vllm:cache_config_info has no num_gpu_blocks"
-        raise TryError(
+        raise OffloadError(
             "the GPU's cache can be emptied neither by /reset_prefix_cache (start the server with "
             f"VLLM_SERVER_DEV_MODE=1) nor by other prompts: {why}"
         )
