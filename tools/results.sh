@@ -4,7 +4,7 @@
 # docs/benchmarks.md with their figures, and how long each part took. Nothing else should run
 # meanwhile. Without names it measures what README.md shows, in some 40 minutes; with TRACES, a
 # folder of kv-cache-tester's traces, it measures replay too. It needs root, because a control group
-# throttles the stand-in for an NVMe-oF target. LIFEBOAT=1 compares with lifeboatcache too.
+# throttles the stand-in for an NVMe-oF target. PEERS=1 compares with Lifeboat and KVCR too.
 #
 #   tools/results.sh [RESULTS_DIR [DISK_DIR [NAME…]]]     NAME: part to measure, such as turns
 set -euo pipefail
@@ -21,13 +21,13 @@ fi
 results=${1:-bench/results}
 disk=${2:-build/bench/disk}
 names=("${@:3}")
-lifeboat=${LIFEBOAT:+,lifeboat}
-[ ${#names[@]} -gt 0 ] || names=(ttft restart turns beyond ${TRACES:+replay})
+lifeboat=${PEERS:+,lifeboat}
+[ ${#names[@]} -gt 0 ] || names=(ttft restart turns beyond ${TRACES:+replay} ${PEERS:+kvcr})
 bench=(.venv/bin/vllm-nvmeof bench)
-if [ -n "${LIFEBOAT:-}" ]; then # beside this package, not among its dependencies
-    .venv/bin/uv pip install --quiet --python .venv --no-deps --target build/lifeboat \
-        lifeboatcache==0.1.11 zstandard
-    export PYTHONPATH=$PWD/build/lifeboat
+if [ -n "${PEERS:-}" ]; then # beside this package, not among its dependencies
+    .venv/bin/uv pip install --quiet --python .venv --no-deps --target build/peers \
+        lifeboatcache==0.1.11 zstandard kvcr==0.1.1 nixl==1.5.0 nixl-cu12==1.5.0
+    export PYTHONPATH=$PWD/build/peers
 fi
 
 # measure NAME COMMAND…: runs a benchmark; a failure does not stop the others.
@@ -52,6 +52,10 @@ measure turns-smollm2 serve turns --dir "$disk" --model smollm2 --arms pool,peer
     --first-tokens 256 --grow-tokens 80 --rounds 8
 measure beyond serve hits --dir "$disk" --model medium --count 4 --prompt-tokens 4000 --rates 100 \
     --third-tokens 2400 --drive --arms none,pool,peer,target,peer_target$lifeboat --rounds 8
+# KVCR's server occupies a core even when idle, so it is compared in runs of its own.
+measure kvcr serve ttft --dir "$disk" --model medium --lengths 1024 --arms pool,peer,kvcr --rounds 8
+measure beyond-kvcr serve hits --dir "$disk" --model medium --count 4 --prompt-tokens 4000 \
+    --rates 100 --third-tokens 2400 --arms pool,kvcr --rounds 8
 for model in gemma3 lfm2; do
     measure "hybrid-$model" serve ttft --dir "$disk" --model "$model" --lengths 4096 \
         --arms pool,peer --rounds 8

@@ -30,6 +30,7 @@ _RIVALS = (
     ("target", "peer_target"),
     ("target", "pool"),
     ("pool", "lifeboat"),
+    ("pool", "kvcr"),
 )
 #: Pairs of our arm and the arm that measures bare reads from the same storage.
 _LIMITS = (("pool", "drive"), ("target", "stand_in"))
@@ -349,22 +350,7 @@ def _turns_tables(samples: Sequence[Any], conditions: Conditions) -> Iterator[Ta
 
 
 REPORTS = (
-    Report(
-        "ttft",
-        "TTFT of one request",
-        TtftSample,
-        _ttft_tables,
-    ),
-    Report(
-        "hits",
-        "Throughput against the hit rate",
-        HitSample,
-        _hits_tables,
-    ),
-    Report(
-        "turns",
-        "Conversations of four turns",
-        TurnSample,
-        _turns_tables,
-    ),
+    Report("ttft", "TTFT of one request", TtftSample, _ttft_tables),
+    Report("hits", "Throughput against the hit rate", HitSample, _hits_tables),
+    Report("turns", "Conversations of four turns", TurnSample, _turns_tables),
 )

@@ -36,6 +36,7 @@ from vllm_nvmeof_bench.servers.server import (
     BLOCK_TOKENS,
     STREAM_SLOTS,
     OffloadSpec,
+    ReservedPort,
     Server,
     ServerError,
     ServerSpec,
@@ -79,8 +80,8 @@ class Arm:
 
     url: URL of a running server, about which nothing else is known. copy_backend: for our arms on a
     GPU, "dma" or "kernel"; empty: chosen by calibration. place: name of the directory for its pool
-    or files, if not the arm's name: arms may share one. peer: use vLLM's tiering. lifeboat: use
-    Lifeboat's tier below it instead of vLLM's fs tier; lifeboatcache must be installed.
+    or files, if not the arm's name: arms may share one. peer: use vLLM's tiering. The tier below
+    its CPU tier is the one in `_SECONDARY`, or vLLM's fs tier; its package must be installed.
     """
 
     name: str
@@ -89,7 +90,6 @@ class Arm:
     pool: bool = False
     throttled: bool = False
     peer: bool = False
-    lifeboat: bool = False
     url: str | None = None
     copy_backend: str = ""
     place: str = ""
@@ -114,8 +114,10 @@ ARMS = {
         Arm("peer_target", "as peer, on a throttled disk", "third", True, True, True),
         Arm("peer_full", "vLLM's tiering with fs; its CPU tier holds all", "all", pool=True,
             peer=True),
-        Arm("lifeboat", "vLLM's tiering with Lifeboat; its CPU tier holds a third", "third",
-            pool=True, peer=True, lifeboat=True),
+        Arm("lifeboat", "vLLM's tiering with Lifeboat; its CPU tier holds a third", "third", True,
+            peer=True),
+        Arm("kvcr", "vLLM's tiering with KVCR, which has as much memory again; its CPU tier holds "
+            "a third", "third", True, peer=True),
     )
 }  # fmt: skip
 
@@ -283,13 +285,12 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
     if arm.tier == "none":
         return None
     if arm.peer:
-        fs: dict[str, object] = {"type": "fs", "root_dir": str(place)}
         extra = {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": sizes.staging_bytes(arm.tier),
             "block_size": BLOCK_TOKENS,
             "offload_prompt_only": False,
-            "secondary_tiers": [_lifeboat(place, sizes) if arm.lifeboat else fs],
+            "secondary_tiers": [_SECONDARY.get(arm.name, _fs)(place, sizes)],
         }
         if has_cpu_engine():
             extra["spec_name"] = "HostTieringOffloadingSpec"
@@ -310,23 +311,18 @@ def offload_of(arm: Arm, sizes: Sizes, place: Path) -> OffloadSpec | None:
     )
 
 
+def _fs(place: Path, _: Sizes) -> dict[str, object]:
+    return {"type": "fs", "root_dir": str(place)}
+
+
 def _lifeboat(place: Path, sizes: Sizes) -> dict[str, object]:
     """Return Lifeboat's tier, set up for one GPU node, without a dashboard or exporter."""
     place.mkdir(parents=True, exist_ok=True)
+    tier = {"name": "nvme", "type": "nvme", "enabled": True, "path": str(place / "kv")}
     settings = {
         "extends": "single_node_gpu",
         "device": "cpu" if has_cpu_engine() else "cuda",
-        "storage": {
-            "tiers": [
-                {
-                    "name": "nvme",
-                    "type": "nvme",
-                    "enabled": True,
-                    "path": str(place / "kv"),
-                    "capacity_gb": max(1, sizes.pool_bytes / 1e9),
-                }
-            ]
-        },
+        "storage": {"tiers": [tier | {"capacity_gb": max(1, sizes.pool_bytes / 1e9)}]},
         "dashboard": {"enabled": False},
         "telemetry": {"prometheus": {"enabled": False}},
     }
@@ -334,6 +330,27 @@ def _lifeboat(place: Path, sizes: Sizes) -> dict[str, object]:
     path.write_text(json.dumps(settings))  # JSON is YAML too
     module = "lifeboat_cache.integrations.vllm_tier"
     return {"type": "LifeboatTier", "module_path": module, "lifeboat_config": str(path)}
+
+
+def _kvcr(place: Path, sizes: Sizes) -> dict[str, object]:
+    """Return KVCR's tier with a file. Its own memory is as large as the CPU tier, because what a
+    store has in excess of it is dropped."""
+    with ReservedPort() as port:
+        control = {"control_ports": [port.number], "control_host": "127.0.0.1"}
+    file_bytes = sizes.pool_bytes // sizes.chunk_bytes * sizes.chunk_bytes
+    return control | {
+        "type": "kvcr",
+        "router_capabilities": ["router_hint"],
+        "control_advertise_host": "127.0.0.1",
+        "operation_timeout_ms": 5000,
+        "abandon_timeout_ms": 10_000,
+        "secondary_g2_slots": sizes.staging_bytes("third") // sizes.chunk_bytes,
+        "g3": {"paths": [f"{place}/kv"], "capacity_bytes_per_file": file_bytes, "backend": "POSIX"},
+    }
+
+
+#: Arm → its tier below vLLM's CPU tier.
+_SECONDARY = {"lifeboat": _lifeboat, "kvcr": _kvcr}
 
 
 def server_spec(arm: Arm, sizes: Sizes, model: Path, place: Path) -> ServerSpec:

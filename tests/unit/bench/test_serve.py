@@ -514,7 +514,10 @@ def test_invalid_token_ids_are_refused(text: str) -> None:
         Tokens.parse(text)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("full", "peer_full"), ("pool", "peer")])
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [("full", "peer_full"), ("pool", "peer"), ("pool", "lifeboat"), ("pool", "kvcr")],
+)
 def test_the_peer_gets_what_its_counterpart_gets(ours: str, theirs: str, tmp_path: Path) -> None:
     mine, rival = (offload_of(ARMS[name], SIZES, tmp_path) for name in (ours, theirs))
     assert mine is not None and mine.size_gib is not None and rival is not None
@@ -523,6 +526,14 @@ def test_the_peer_gets_what_its_counterpart_gets(ours: str, theirs: str, tmp_pat
     block_bytes = rival.extra["block_size"] * SIZES.shape.kv_bytes_per_token
     assert settings.chunk_bytes_min == block_bytes
     assert settings.offload_prompt_only is rival.extra["offload_prompt_only"] is False
+
+
+def test_kvcr_can_take_all_chunks_of_a_store_and_accepts_its_file(tmp_path: Path) -> None:
+    found = offload_of(ARMS["kvcr"], SIZES, tmp_path)
+    assert found is not None
+    (tier,) = found.extra["secondary_tiers"]
+    assert tier["secondary_g2_slots"] >= found.extra["cpu_bytes_to_use"] // SIZES.chunk_bytes
+    assert tier["g3"]["capacity_bytes_per_file"] % SIZES.chunk_bytes == 0
 
 
 def test_arms_differ_from_a_plain_server_only_in_offloading(tmp_path: Path) -> None:
