@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from crc32c import crc32c
 
-from vllm_nvmeof_offload.native import core
+from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter, core
 from vllm_nvmeof_offload.pool.format import FLAG_SINGLE_COPY
 from vllm_nvmeof_offload.pool.log import LogFile, LogHead
 from vllm_nvmeof_offload.protocol import EVERY_MEMBER, SlotIdentity
@@ -17,6 +17,17 @@ from vllm_nvmeof_offload.units import PAGE_BYTES
 
 LOG_KEY_BYTES_MAX = 40
 _RECORD = struct.Struct(f"<IQIBBBB{LOG_KEY_BYTES_MAX}s")
+
+
+class CountedRegion(ForeignRegion):
+    """A follower's region. `overruns` counts how often the log of any region was overrun."""
+
+    overruns = 0
+
+    def follow_log(self, table: ForeignWriter, fd: int, now_ns: int) -> int:
+        why = super().follow_log(table, fd, now_ns)
+        CountedRegion.overruns += why == self.OVERRUN
+        return why
 
 
 class Kind(enum.IntEnum):

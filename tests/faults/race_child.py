@@ -29,13 +29,14 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.chunks import identity_of, rows_of
+from tests.logs import CountedRegion
 from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH, OK, STALE
 from vllm_nvmeof_offload.follow.follower import Source
 from vllm_nvmeof_offload.io.base import IoOp, Waker
 from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
-from vllm_nvmeof_offload.native import ForeignReader, ForeignRegion, ForeignWriter
+from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter
 from vllm_nvmeof_offload.pool.format import (
     ENTRY_BYTES,
     Keyspace,
@@ -202,7 +203,7 @@ class Followed:
         self._table = ForeignWriter(fd, len(KEYS))
         self._reader = ForeignReader(fd)
         os.close(fd)
-        rows = ForeignRegion((OWNER, 0, 0), superblock.slots, [(0, 1)], 0)
+        rows = CountedRegion((OWNER, 0, 0), superblock.slots, [(0, 1)], 0)
         self._source = Source(directory, superblock, rows, self._table)
         self._source.begin(superblock.epoch, False)
         self.polls = 0
@@ -222,7 +223,7 @@ class Followed:
 
     @property
     def overruns(self) -> int:
-        return self._reader.log_overruns
+        return CountedRegion.overruns
 
     def close(self) -> None:
         self._source.close()

@@ -149,7 +149,6 @@ class Source:
             self._find(now_s, log_is_ahead=self._is_direct)
         why = self.rows.follow_log(self._table, self._log_fd, int(now_s * 1e9))
         if why == self.rows.OVERRUN:
-            self._table.log_overran()
             self._find(now_s, log_is_ahead=False)  # the log has lost records
         elif why != self.rows.RESET:
             _check(why)

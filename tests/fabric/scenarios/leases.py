@@ -15,8 +15,10 @@ import numpy as np
 
 from tests.fabric.owner import KEYS, PAGES, SLOTS, TAKEOVER_S, Owner, chunk_of
 from tests.fabric.stage import READY_S_MAX, Stage
+from tests.logs import CountedRegion
 from tests.unit.follow.kit import KEYSPACE
 from tests.unit.pool.kit import PAYLOAD_BYTES, SLOT_BYTES, TAG, name, payload
+from vllm_nvmeof_offload.follow import follower
 from vllm_nvmeof_offload.follow.follower import DISCOVERY_S, Scope, TargetScan
 from vllm_nvmeof_offload.follow.owners import COMPLETE, Owners
 from vllm_nvmeof_offload.native import ForeignReader, ForeignWriter
@@ -44,6 +46,7 @@ class _Reader:
     """The reader's side on one client: a follower's scans, and reads past the page cache."""
 
     def __init__(self, place: Path) -> None:
+        follower.ForeignRegion = CountedRegion
         self._fd = os.memfd_create("foreign")
         table = ForeignWriter(self._fd, SLOTS)
         owners = Owners(table, 1, time.monotonic)
@@ -119,12 +122,12 @@ def _follow(stage: Stage, owner: Owner, reader: _Reader) -> None:
     stage.until(reader.is_complete, READY_S_MAX, "client 2 follows the region of client 1")
     _seen_at_once(stage, owner, reader)
     _read_while_written(stage, owner, reader, BURST_S)
-    before = reader.table.log_overruns
+    before = CountedRegion.overruns
     lap = PAGES * RECORDS_PER_PAGE + 1
     for number in range(lap):  # the reader is stopped meanwhile
         owner.put(number % SLOTS, 100_000 + number)
     reader.follow()
-    stage.equal("overruns seen after a lap", reader.table.log_overruns - before, 1)
+    stage.equal("overruns seen after a lap", CountedRegion.overruns - before, 1)
     last = {number % SLOTS: 100_000 + number for number in range(lap)}
     wanted = {(slot, chunk_of(slot, generation)) for slot, generation in last.items()}
     took_s = stage.until(

@@ -71,7 +71,6 @@ void bind_writer(nb::module_& m) {
             return writer.remove(fingerprint_of(view_of(key)), {place, generation});
           },
           "key"_a, "place"_a, "generation"_a)
-      .def("log_overran", &ForeignWriter::log_overran)
       .def("scanned", &ForeignWriter::scanned, "now_ns"_a)
       .def_prop_ro("version_asked", &ForeignWriter::version_asked)
       .def_prop_ro("version_of_all", &ForeignWriter::version_of_all)
@@ -163,7 +162,6 @@ void bind_foreign(nb::module_& m) {
           },
           "from_now"_a = true)
       .def_prop_ro("rows", &ForeignReader::rows)
-      .def_prop_ro("log_overruns", &ForeignReader::log_overruns)
       .def_prop_ro("scanned_ns", &ForeignReader::scanned_ns);
   bind_acceptance(m);
   bind_writer(m);

@@ -6,7 +6,7 @@
 // The memory is a memfd that both processes map:
 //
 //     0         u64 magic · u64 area · u64 requested version · u64 time of the last scan · u64 rows
-//               · u64 last version requested for all of the owners' chunks · u64 log overruns
+//               · u64 last version requested for all of the owners' chunks
 //     4 KiB     states of owners 1, 2, …, 64 bytes each
 //     1 MiB …   areas of buckets; `area` names the newest
 //
@@ -69,14 +69,12 @@ class ForeignTable {
   int64_t scanned_ns() const {
     return static_cast<int64_t>(word(kScannedAt).load(std::memory_order_relaxed));
   }
-  uint64_t log_overruns() const { return word(kOverrunsAt).load(std::memory_order_relaxed); }
   uint64_t version_asked() const { return word(kAskedAt).load(std::memory_order_acquire); }
   // Return the last version that was requested with `Since::EVER`, or 0.
   uint64_t version_of_all() const { return word(kOfAllAt).load(std::memory_order_acquire); }
 
  protected:
-  static constexpr size_t kAreaAt = 8, kAskedAt = 16, kScannedAt = 24, kRowsAt = 32, kOfAllAt = 40,
-                          kOverrunsAt = 48;
+  static constexpr size_t kAreaAt = 8, kAskedAt = 16, kScannedAt = 24, kRowsAt = 32, kOfAllAt = 40;
   struct Bucket {
     uint64_t fingerprint, place, generation;
   };
@@ -142,7 +140,6 @@ class ForeignWriter : public ForeignTable {
   // Remove the row with this key, place and generation. Returns false if there is none.
   bool remove(uint64_t wanted, ForeignRow row);
   void warm(uint64_t fingerprint) const;
-  void log_overran() { word(kOverrunsAt).fetch_add(1, std::memory_order_relaxed); }
   void scanned(int64_t now_ns) {
     word(kScannedAt).store(static_cast<uint64_t>(now_ns), std::memory_order_relaxed);
   }
