@@ -244,8 +244,9 @@ class OffloadConfig(BaseModel):
     ahead_cache_share: float = _key(
         AHEAD_CACHE_SHARE, "share", "a number from 0 to 1",
         "Share of the cache slots, from 0 to 1, that one load may fill from the pool. Chunks held "
-        "or prefetched for preempted requests may use half of this share, and chunks for queued "
-        "requests half. 0: loads leave nothing in the CPU tier, and nothing is prefetched.",
+        "or prefetched for preempted requests may use up to half of this share, and chunks "
+        "prefetched for queued requests up to another half. 0: loads leave nothing in the CPU "
+        "tier, and nothing is prefetched.",
         ge=0, le=1)
     retain_share: float = _key(
         0.25, "share", "a number from 0 to 0.5",

@@ -89,13 +89,14 @@ COUNTERS = _table(
     # -- what requests find
     _row("lookups", "chunks", _one("source", "cpu", "pool", "shared", "miss"),
          "Chunks looked up, by source; shared is another engine's pool. A look-up ends at its "
-         "first miss, so the counts give no hit rate in tokens. A reused answer counts once."),
+         "first miss, so the counts give no hit rate in tokens. A look-up that is repeated while "
+         "its request waits is counted once."),
     _row("loaded_tokens", "tokens", _one("source", "cpu", "pool", "shared"),
          "Tokens whose load was started, by source; shared is another engine's pool."),
     _row("recomputed_tokens", "tokens", _one("reason", "load_failed", "declined", "no_boundary"),
          "Tokens found in a tier but recomputed, by reason. declined: recomputing was expected to "
-         "be faster; no_boundary: full attention was found past the last loadable boundary, but "
-         "no windows or states from which to resume."),
+         "be faster; no_boundary: chunks of full attention were found past the last loadable "
+         "boundary, but not the windows or states from which to resume there."),
     _row("admissions", "hits", _one("decision", "load", "partial", "recompute"),
          "Hits for which vLLM allocated GPU blocks, by the decision on the hit."),
     _row("loads_cut", "loads", (),
@@ -119,7 +120,7 @@ COUNTERS = _table(
          "Chunks that every rank read from another engine's pool."),
     _row("borrow_failures", "chunks", _one("reason", *_OUTCOMES[:-1], "attach"),
          "Chunks of another engine's pool that could not be read, by reason. Such a chunk is "
-         "recomputed, or stored again when needed. attach counts engines whose files a rank could "
+         "recomputed and stored again. attach counts engines whose files a rank could "
          "not open."),
 
     # -- reads through peers
@@ -158,10 +159,11 @@ COUNTERS = _table(
     _row("written_chunks", "chunks", (),
          "Chunks written to the pool by every rank."),
     _row("unwritten_chunks", "chunks", _one("reason", "evicted", "superseded", "shared"),
-         "Chunks stored but not written to the pool, by reason. evicted: no target accepts writes, "
-         "or the CPU tier is too small for the windows and states of running requests; chunks "
-         "after the gap are not found. superseded: windows and states of a request with a later "
-         "boundary. shared: another live engine's pool has the chunk."),
+         "Chunks stored but not written to the pool, by reason. evicted from the CPU tier first, "
+         "because no target accepts writes or the tier is too small for the windows and states of "
+         "running requests. Later chunks of the same prefix are then not found. superseded: "
+         "windows and states of a request with a later boundary. shared: another live engine's "
+         "pool has the chunk."),
     _row("evictions", "chunks", _one("tier", "cpu", "pool"),
          "Chunks evicted, by tier."),
     # -- bytes and time

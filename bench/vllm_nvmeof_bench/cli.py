@@ -163,7 +163,7 @@ def demo(
         bool, typer.Option("--random", help="Use a random model, with tokens instead of text.")
     ] = False,
 ) -> None:
-    """Demonstrate offloading with a small model: returning prompts, preemption and a restart."""
+    """Demonstrate offloading with a small model: repeated prompts, a preemption and a restart."""
     from vllm_nvmeof_bench.demo.main import run
 
     raise typer.Exit(run(json_path, quick=quick, keep=keep, pool_dir=pool, random=random))

@@ -171,9 +171,9 @@ Ratios = tuple[str, str, str, Sequence[float], bool]
 
 
 def compared(title: str, rows: Iterable[Ratios]) -> Table:
-    """Return a table of paired ratios that calls our arm ahead, behind or, if the interval contains
-    1.0, level. Fewer than five pairs have a range instead of an interval; fewer than three have no
-    verdict."""
+    """Return a table of paired ratios. Each row says whether our arm is ahead, behind or, if the
+    interval contains 1.0, level. A row with fewer than five pairs shows a range instead of an
+    interval, and one with fewer than three has no verdict."""
     found = [(*row, _with_range(row[3])) for row in rows]
 
     def verdict(row: tuple[*Ratios, Paired]) -> str:
@@ -203,7 +203,7 @@ def ratios_of(
 
 
 _VERDICT_FROM = 3
-_METHOD = f"{METHOD}; fewer than five pairs have a range instead"
+_METHOD = f"{METHOD}; with fewer than five pairs, their range"
 
 
 def _with_range(values: Sequence[float]) -> Paired:

@@ -43,9 +43,9 @@ COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
 PRODUCT_FILES_MAX = 177
-PRODUCT_LINES_MAX = 45_260
+PRODUCT_LINES_MAX = 44_760
 BENCH_FILES_MAX = 56
-BENCH_LINES_MAX = 14_230
+BENCH_LINES_MAX = 14_130
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion of vLLM's KV cache groups to ours: their kinds, their layers' memory, and their facts.
+"""Conversion of vLLM's KV cache groups to ours: the kind of each group, the memory of its layers,
+and the properties that determine its chunks' bytes.
 
 Only groups that vLLM offloads are included, in the order of its offloading configuration.
 """

@@ -76,7 +76,8 @@ _EVERYWHERE = FROM_CPU | FROM_POOL
 #: The value that represents a store in a pickled command, in place of a load's helpers.
 _IS_STORE = -1
 
-#: The maximum time between two exports of all gauges and, when idle, of the time counters.
+#: Unchanged gauges are exported once per period, and so are counters of seconds if nothing else
+#: has changed.
 _EXPORT_PERIOD_S = 1.0
 
 

@@ -266,7 +266,8 @@ class Sizes:
         return self.working_tokens // 3 if self.third_tokens is None else self.third_tokens
 
     def staging_bytes(self, tier: str) -> int:
-        """Return the bytes of pinned memory, including stream slots; a peer gets the same."""
+        """Return the bytes of a server's pinned memory, with stream slots. The CPU tier of vLLM's
+        tiering gets the same size."""
         slots = self.slots(self.tokens_of(tier)) + STREAM_SLOTS
         return slots * slot_stride_bytes(self.chunk_bytes)
 

@@ -106,7 +106,7 @@ def test_a_time_is_judged_by_an_upper_bound() -> None:
     samples = without(everything(BLOCKS), "ours", "read_beside_writes", 2 * MIB)
     samples += rounds("ours", "read_beside_writes", 2 * MIB, [1.0] * 3, None, 30_000.0)
     rows = goals(samples, {})
-    p99 = row(rows, "p99 of a read beside writes")
+    p99 = row(rows, "p99 of a read during writes")
     assert (p99.measured, p99.required, p99.reached) == (0.75, "≤ 0.5", False)
     assert missed(rows) == [p99]
 

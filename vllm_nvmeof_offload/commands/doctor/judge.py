@@ -90,16 +90,16 @@ def _judge_count(namespace: Namespace) -> Finding:
     count, device = len(namespace.paths), namespace.device
     if count > 1:
         names = ", ".join(one.name for one in namespace.paths)
-        return ok("paths", f"{device} has {count}: {names}")
+        return ok("paths", f"{device} has {count} paths: {names}")
     if not namespace.multipath:
-        evidence = f"{device} has one: the kernel's native multipath is off"
+        evidence = f"{device} has one path, because the kernel's native multipath is off"
         remedy = (
             'echo "options nvme_core multipath=Y" > /etc/modprobe.d/nvme.conf (or '
             "nvme_core.multipath=Y on the kernel's command line), reboot, and connect to "
             "every address of the target"
         )
     else:
-        evidence = f"{device} has {'one' if count else 'none'}"
+        evidence = f"{device} has {'one' if count else 'no'} path"
         remedy = (
             f"nvme connect -t {_transports(namespace)} -n {namespace.subsystem.nqn or 'NQN'} "
             "-a ANOTHER_ADDRESS -s 4420, through another interface"

@@ -157,7 +157,7 @@ class Deployment:
         0.92, "--gpu-utilization", "Share of GPU memory that vLLM uses."
     )
     gpu_reserve_bytes: int = _size(
-        "4GiB", "--gpu-reserve", "Part of vLLM's memory for activations and CUDA graphs."
+        "4GiB", "--gpu-reserve", "GPU memory for activations and CUDA graphs, within vLLM's share."
     )
     tensor_parallel: int = _count(1, "--tp", "Tensor parallel size of one engine.")
     pipeline_parallel: int = _count(1, "--pp", "Pipeline parallel size of one engine.")
