@@ -13,6 +13,7 @@ from unittest import mock
 import numpy as np
 import numpy.typing as npt
 
+from vllm_nvmeof_offload.copy import geometry
 from vllm_nvmeof_offload.copy.base import Descriptors, Direction
 from vllm_nvmeof_offload.copy.geometry import CacheTensor
 from vllm_nvmeof_offload.errors import OK, Outcome
@@ -235,6 +236,7 @@ def native(*names: str) -> None:
             (follower, "Foreign", tests_build.Foreign),
             (pipeline, "Machine", tests_build.Machine),
             (pipeline, "MachineOptions", tests_build.MachineOptions),
+            (geometry, "NativeGeometry", tests_build.CacheGeometry),
         ]
         NATIVE.add(name)
 
@@ -301,8 +303,8 @@ native(
 def _without_fences(is_store: bool) -> list[Patch]:
     real = TransferPipeline.transfer
 
-    def transfer(self: Any, geometry: Any, transfers: Any, fence: object, *more: Any) -> None:
-        real(self, geometry, transfers, 0.0 if transfers[0][1] is is_store else fence, *more)
+    def transfer(self: Any, cache: Any, transfers: Any, fence: object, *more: Any) -> None:
+        real(self, cache, transfers, 0.0 if transfers[0][1] is is_store else fence, *more)
 
     return [(TransferPipeline, "transfer", transfer)]
 
@@ -321,8 +323,8 @@ def loads_ignore_the_fence() -> list[Patch]:
 def chunks_share_a_younger_fence() -> list[Patch]:
     real = TransferPipeline.transfer
 
-    def transfer(self: Any, geometry: Any, transfers: Any, fence: object, *more: Any) -> None:
-        real(self, geometry, transfers, fence, *more)
+    def transfer(self: Any, cache: Any, transfers: Any, fence: object, *more: Any) -> None:
+        real(self, cache, transfers, fence, *more)
         if not transfers[0][1]:
             self._open = dict.fromkeys(self._open, fence)
 

@@ -356,7 +356,9 @@ class SimRank:
                 if job.failures and not self._knobs.reports_blocks:
                     output.failed.add(load.request)
                 elif job.failures:
-                    by_chunk = self.geometry.split(self._blocks(load))
+                    (group,), (first,) = self.geometry.by_group, load.firsts
+                    blocks = np.array(load.all_blocks, np.int32)
+                    by_chunk = group.split(blocks, first, len(load.command.batch))
                     for row, _ in job.failures:
                         output.invalid_blocks.update(by_chunk[row].tolist())
         self._finished, self._reports = [], []

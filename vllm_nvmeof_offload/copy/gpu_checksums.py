@@ -62,7 +62,7 @@ def kernel_tables() -> _Words:
 
 def _after(count: int, crc: int) -> int:
     """Return what `crc`, without its inversions, is after `count` further zero bytes."""
-    return crc32c(bytes(count), crc ^ 0xFFFFFFFF) ^ 0xFFFFFFFF
+    return int(crc32c(bytes(count), crc ^ 0xFFFFFFFF)) ^ 0xFFFFFFFF
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -394,10 +394,12 @@ def open_links(
     wake: Callable[[], None],
     staging: Staging,
 ) -> PeerLinks | None:
-    """Start the threads for peers; return None without the messaging libraries. `tag` is the
-    current share tag. `serve_port` is None if we read for no peer. `wake` is called after chunks
-    from peers have been copied into cache slots. Raises ConfigError if this process cannot listen
-    at `peer_listen`, or its messaging library does not support share secrets."""
+    """Start the threads for peers; return None without peers. `tag` is the current share tag.
+    `wake` is called after chunks from peers have been copied into cache slots. Raises ConfigError
+    if this process cannot listen at `peer_listen`, or its messaging library does not support share
+    secrets."""
+    if not settings.peers and serve_port is None:
+        return None
     rank, listen = common.rank, settings.peer_listen
     for one in settings.peers:
         _check_port(one, "peers", rank, f"rank {rank}")

@@ -53,15 +53,6 @@ from vllm_nvmeof_offload.worker.regions import RegionOpener
 STRIDE = HEADER_BYTES + 4096
 _BLOCK_BYTES = STRIDE - HEADER_BYTES
 _NO_BYTES: tuple[Group, Sequence[CacheTensor]] = (Group(1, GroupKind.FULL, 16), [])
-#: A group whose chunks are one block each, and one without bytes.
-GEOMETRY = CacheGeometry(
-    [
-        (Group(0, GroupKind.FULL, 16), [CacheTensor(1 << 30, 4096, _BLOCK_BYTES, 1 << 20)]),
-        _NO_BYTES,
-    ]
-)
-_HALF_BLOCKS = CacheTensor(1 << 30, _BLOCK_BYTES // 2, _BLOCK_BYTES // 2, 2)
-HALVES = CacheGeometry([(Group(0, GroupKind.FULL, 16, 2), [_HALF_BLOCKS]), _NO_BYTES])
 READ_S, WRITE_S = 5.0, 30.0
 TAG = bytes(range(16))
 NO_EPOCH = 1 << 32
@@ -88,11 +79,23 @@ def machine_of(lanes: PythonLanes, **fields: Any) -> Machine:
     return Machine(options, lanes.address)
 
 
+def whole_blocks() -> CacheGeometry:
+    """A group whose chunks are one block each, and one without bytes."""
+    tensor = CacheTensor(1 << 30, _BLOCK_BYTES, _BLOCK_BYTES, 1 << 20)
+    return CacheGeometry([(Group(0, GroupKind.FULL, 16), [tensor]), _NO_BYTES])
+
+
+def half_blocks() -> CacheGeometry:
+    """The same bytes, in two blocks per chunk."""
+    tensor = CacheTensor(1 << 30, _BLOCK_BYTES // 2, _BLOCK_BYTES // 2, 2)
+    return CacheGeometry([(Group(0, GroupKind.FULL, 16, 2), [tensor]), _NO_BYTES])
+
+
 def begin_chunks(
     pipeline: TransferPipeline, command: StoreCommand | LoadCommand, fence: object = "fence"
 ) -> None:
     """Begin a store or load of whole chunks. Nothing moves yet."""
-    begin(pipeline, GEOMETRY, command, range(len(command.batch)), fence)
+    begin(pipeline, whole_blocks(), command, range(len(command.batch)), fence)
 
 
 class FakeCopy:
@@ -352,7 +355,9 @@ class Bench:
     def load_halves(self, op: int, number: int, pool: int, first: int, count: int) -> None:
         """Load `count` halves of a chunk, from half `first` on, through a stream slot."""
         batch = self._batch(op, [(number, None, pool)])
-        begin(self.pipeline, HALVES, LoadCommand(op, batch), range(count), "fence", first=first)
+        begin(
+            self.pipeline, half_blocks(), LoadCommand(op, batch), range(count), "fence", first=first
+        )
         self.pipeline.step()
 
     def borrow(self, op: int, owner: int, number: int, pool: int, cache: int | None = None) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from tests.chunks import Reported
+from vllm_nvmeof_offload.copy import geometry
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
@@ -735,6 +736,7 @@ def test_a_broken_rule_is_caught(
 ) -> None:
     for part in ("Machine", "MachineOptions"):
         monkeypatch.setattr(pipeline, part, getattr(tests_build, part))
+    monkeypatch.setattr(geometry, "NativeGeometry", tests_build.CacheGeometry)
     test()
     tests_build.set_mutant(mutant)
     try:

@@ -37,7 +37,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 from vllm_nvmeof_offload.units import HEADER_BYTES
 
-from .bench import GEOMETRY, READ_S, STRIDE, WRITE_S, Bench, identity
+from .bench import READ_S, STRIDE, WRITE_S, Bench, identity, whole_blocks
 
 
 def test_a_store_is_done_when_copied_and_not_before() -> None:
@@ -622,7 +622,7 @@ def test_blocks_for_another_number_of_rows_are_a_broken_invariant() -> None:
     bench = Bench()
     batch = batch_of((identity(7), 0, None), (identity(8), 1, None))
     with pytest.raises(AssertionError):
-        begin(bench.pipeline, GEOMETRY, LoadCommand(1, batch), range(3), "fence")
+        begin(bench.pipeline, whole_blocks(), LoadCommand(1, batch), range(3), "fence")
 
 
 # -- loads of any size through a bounded number of stream slots -----------------------
