@@ -22,7 +22,8 @@ results=${1:-bench/results}
 disk=${2:-build/bench/disk}
 names=("${@:3}")
 lifeboat=${PEERS:+,lifeboat}
-[ ${#names[@]} -gt 0 ] || names=(ttft restart turns beyond ${TRACES:+replay} ${PEERS:+kvcr})
+[ ${#names[@]} -gt 0 ] ||
+    names=(ttft restart turns beyond ${TRACES:+replay} ${PEERS:+kvcr beyond-kvcr})
 bench=(.venv/bin/vllm-nvmeof bench)
 if [ -n "${PEERS:-}" ]; then # beside this package, not among its dependencies
     .venv/bin/uv pip install --quiet --python .venv --no-deps --target build/peers \
@@ -52,13 +53,13 @@ measure turns-smollm2 serve turns --dir "$disk" --model smollm2 --arms pool,peer
     --first-tokens 256 --grow-tokens 80 --rounds 8
 measure beyond serve hits --dir "$disk" --model medium --count 4 --prompt-tokens 4000 --rates 100 \
     --third-tokens 2400 --drive --arms none,pool,peer,target,peer_target$lifeboat --rounds 8
-# KVCR's server occupies a core even when idle, so it is compared in runs of its own.
+# KVCR's server uses half a core even when idle, so it is measured separately.
 measure kvcr serve ttft --dir "$disk" --model medium --lengths 1024 --arms pool,peer,kvcr --rounds 8
 measure beyond-kvcr serve hits --dir "$disk" --model medium --count 4 --prompt-tokens 4000 \
     --rates 100 --third-tokens 2400 --arms pool,kvcr --rounds 8
 for model in gemma3 lfm2; do
     measure "hybrid-$model" serve ttft --dir "$disk" --model "$model" --lengths 4096 \
-        --arms pool,peer --rounds 8
+        --arms pool,peer$lifeboat --rounds 8
 done
 measure replay replay "${TRACES:-none}" --dir "$disk" --model medium --arms none,third,pool,peer \
     --rounds 8 --duration 20 --sessions 16 --users 6 --ramp 1 --time-scale 0.05 --think-max 3 \
