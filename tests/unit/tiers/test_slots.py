@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -395,3 +396,34 @@ def test_slots_take_memory_once_they_hold_a_chunk(members: int) -> None:
     empty, full = map(int, done.stdout.split())
     assert empty < slots * 8
     assert full < CHUNKS * CHUNK_BYTES_MAX[members]
+
+
+def test_rows_of_the_last_keys_are_used_only_while_they_have_those_keys() -> None:
+    tiers = Tiers(4, [], key_bytes=8, writes=False)
+    looks = native.LookUps(tiers, lambda sources: 3, True, False)
+    context = SimpleNamespace(load_tier_filter=None)
+    old, new = KEYS[:4], KEYS[4:8]
+
+    def store(keys: list[bytes]) -> None:
+        batch = tiers.plan_store(keys, None, 0)[0]
+        tiers.report(KINDS.index("store"), batch)
+
+    def look_up(keys: list[bytes]) -> list[bool]:
+        looks.begin(3, [keys])
+        found = [looks.lookup(key, context) for key in keys]
+        looks.end()
+        return found
+
+    store(old)
+    assert look_up(old) == [True] * 4
+    assert tiers.present(new) == bytes(4)
+    assert look_up(old[:2]) == [True] * 2
+    assert tiers.present([old[0], new[0], *old[1:]]) == bytes([1, 0, 1, 1, 1])
+    store(new)  # evicts the old ones and takes their rows
+    for _ in range(2):
+        assert tiers.present(old) == bytes(4)
+        assert tiers.present(new) == bytes([1] * 4)
+    assert look_up(new) == [True] * 4
+    tiers.reset()
+    assert tiers.present(new) == bytes(4)
+    assert tiers.plan_load(new, 0).rows.tolist() == [2**32 - 1] * 4

@@ -128,6 +128,7 @@ class LookUps {
     begun_ = true;
     hits_ = {};
     misses_ = {};
+    rows_.clear();
     ahead_.begin(lists);
   }
 
@@ -136,6 +137,7 @@ class LookUps {
     allowed_ = kFromCpu | kFromPool;
     begun_ = false;
     ahead_.end();
+    tiers_.expect(rows_);  // the caller will ask more about these hits
     return {std::exchange(hits_, {}), std::exchange(misses_, {})};
   }
 
@@ -147,10 +149,12 @@ class LookUps {
     }
     if (context != context_.ptr()) enter(context);
     if (begun_) ahead_.follow(key);
-    const Source source = tiers_.lookup(PyBytes_AS_STRING(key), sources_);
+    const Row row = tiers_.index.find(PyBytes_AS_STRING(key));
+    const Source source = tiers_.lookup(row, PyBytes_AS_STRING(key), sources_);
     ++counts_[static_cast<size_t>(source)];
     if (begun_ && PyList_Append((source == Source::NONE ? misses_ : hits_).ptr(), key) != 0)
       return nullptr;
+    if (begun_ && source != Source::NONE) rows_.push_back(row);
     return answers_[static_cast<size_t>(source)].inc_ref().ptr();
   }
 
@@ -175,6 +179,7 @@ class LookUps {
   uint8_t allowed_ = kFromCpu | kFromPool;
   bool begun_ = false;
   nb::list hits_, misses_;
+  std::vector<Row> rows_;                    // of the hits
   std::array<uint64_t, kSources> counts_{};  // by source
   Ahead ahead_;
 };

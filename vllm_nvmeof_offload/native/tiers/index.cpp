@@ -103,10 +103,22 @@ void Index::warm_found(uint32_t hash) const {
     }
 }
 
+// Return the number of leading keys whose rows are in `rows` already.
+size_t Index::known(std::span<const char* const> keys, std::span<const Row> rows) const {
+  const size_t count = std::min(keys.size(), rows.size());
+  size_t at = 0;
+  for (; at < count && rows[at] != kNoRow; ++at) {
+    if (at + kBlock < count && rows[at + kBlock] != kNoRow) warm(rows[at + kBlock]);
+    if ((*this)[rows[at]].state == State::ABSENT || !is_key(rows[at], keys[at])) break;
+  }
+  return at;
+}
+
 void Index::find(std::span<const char* const> keys, std::vector<Row>& rows) const {
+  size_t first = known(keys, rows);
   rows.resize(keys.size());
   std::array<uint32_t, kBlock> hashes;
-  for (size_t first = 0; first < keys.size(); first += kBlock) {
+  for (; first < keys.size(); first += kBlock) {
     const size_t count = std::min(kBlock, keys.size() - first);
     for (size_t k = 0; k < count; ++k) {
       hashes[k] = hash(keys[first + k]);

@@ -97,7 +97,8 @@ class Index {
   }
   const char* key(Row row) const { return const_cast<Index*>(this)->at(row) + kKeyAt; }
   Row find(const char* key) const { return find(key, hash(key)); }
-  // Find the rows of many keys. A block of keys takes little longer than a single key.
+  // Find the rows of many keys. A block of keys takes little longer than a single key. rows: the
+  // probable rows, such as an earlier result: checking one takes a quarter of the time of a search.
   void find(std::span<const char* const> keys, std::vector<Row>& rows) const;
   // Add a row, without slots and in state ABSENT, for a key that has none.
   Row add(const char* key, uint64_t generation);
@@ -128,6 +129,7 @@ class Index {
 
   char* at(Row row) { return rows_.data() + size_t{row} * row_bytes_; }
   bool is_key(Row row, const char* key) const;
+  size_t known(std::span<const char* const> keys, std::span<const Row> rows) const;
   Row find(const char* key, uint32_t hash) const;
   size_t bucket_of(Row row) const;
 

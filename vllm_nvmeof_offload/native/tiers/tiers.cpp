@@ -101,8 +101,7 @@ void Tiers::make_orders() {
 
 // -- look-ups -------------------------------------------------------------------------
 
-Source Tiers::lookup(const char* key, uint8_t sources) const {
-  const Row row = index.find(key);
+Source Tiers::lookup(Row row, const char* key, uint8_t sources) const {
   const Foreign* const foreign = options_.foreign;
   // Usually there are no other engines, and a miss then needs neither a call nor a fingerprint.
   if (row == kNoRow && foreign && !foreign->empty() && sources & kFromPool)

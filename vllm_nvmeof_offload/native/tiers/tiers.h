@@ -220,7 +220,13 @@ class Tiers {
   explicit Tiers(Options options);
 
   // -- look-ups ---------------------------------------------------------------------
-  Source lookup(const char* key, uint8_t sources) const;
+  Source lookup(const char* key, uint8_t sources) const {
+    return lookup(index.find(key), key, sources);
+  }
+  // row: the key's row.
+  Source lookup(Row row, const char* key, uint8_t sources) const;
+  // Expect the keys of these rows, in this order, in the next call with keys.
+  void expect(std::vector<Row>& rows) const { found_.swap(rows); }
   // Return a 1 or 0 per key: whether a look-up would find the key now.
   std::string present(Keys keys, uint8_t sources) const;
   // Return how many leading keys are in the CPU tier, and add the other keys' bytes to `by_target`.
