@@ -293,8 +293,7 @@ class OurManager(_Manager):
             answer = waiting.look_ups.asked(context.req_id, Answer(question, tokens, batch, []))
             assert waiting.look_ups.decide(context.req_id, answer).tokens == tokens
             asked.append((context.req_id, question, answer))
-        self._others += 1
-        self.fill(random_keys([_OTHERS_SEED, self._others], _DECODING))
+        self._serve_others()
 
         def ask_again() -> bool:
             return all(
@@ -307,6 +306,11 @@ class OurManager(_Manager):
         for context, (_, _, answer) in zip(contexts, asked, strict=True):
             waiting.allocated(context.req_id, answer.found or 0)
             del self._keys[context.req_id]
+
+    def _serve_others(self) -> None:
+        """Store other requests' chunks, so that no later call profits from the last keys."""
+        self._others += 1
+        self.fill(random_keys([_OTHERS_SEED, self._others], _DECODING))
 
     def _keys_of(self, request_id: str) -> list[_Keys] | None:
         return [self._keys[request_id]] if request_id in self._keys else None
@@ -346,8 +350,14 @@ class OurManager(_Manager):
         """Measure loading these chunks from the tier named by `case`."""
         manager, contexts = self.manager, self.contexts(batches)
         count = self.ask(recorder, case, batches, contexts)
-        find = manager.core.find
-        recorder.time(case, "find", count, lambda: [find(batch) for batch in batches])
+        self.look_up(batches, contexts)  # in the step that plans the load
+
+        def find() -> None:
+            for batch in batches:
+                manager.core.whereabouts(batch, FROM_CPU | FROM_POOL)
+                manager.core.find(batch)
+
+        recorder.time(case, "find", count, find)
         prepare = partial(_each, self.manager.prepare_load, batches, contexts)
         specs = recorder.time(case, "prepare", count, prepare)
         from_pool = sum(int((spec.command.batch.places >= 0).sum()) for spec in specs)
@@ -360,6 +370,7 @@ class OurManager(_Manager):
             _each(manager.complete_load, batches, contexts)
 
         recorder.time(case, "report", count, report)
+        self._serve_others()
         recorder.time(case, "end", count, lambda: self.end(contexts))
         self.write_all()
 
@@ -434,8 +445,9 @@ class VllmManager(_Manager):
 class Blocks:
     """vLLM's GPU block manager, with room for a prompt of `chunks` blocks, one per chunk.
 
-    It measures vLLM's own work in the step that plans a load, for comparison with ours. No GPU
-    memory is allocated. The prefix cache is enabled, as by default.
+    It measures vLLM's own work in the steps that plan and end a load, and in the one that ends the
+    request, for comparison with ours. No GPU memory is allocated. The prefix cache is enabled, as
+    by default.
     """
 
     def __init__(self, chunks: int) -> None:
@@ -451,7 +463,7 @@ class Blocks:
         self._made = 0
 
     def measure(self, recorder: Recorder, chunks: int) -> None:
-        """Measure allocating a load's blocks and adding them to the prefix cache."""
+        """Measure allocating a load's blocks, adding them to the prefix cache, and freeing them."""
         self._made += 1
         tokens = [self._made] * (chunks * _TOKENS_PER_CHUNK + 1)  # vLLM computes at least one token
         request = Request(
@@ -467,7 +479,7 @@ class Blocks:
         got = recorder.time("blocks", "allocate", chunks, allocate)
         assert got is not None, "there are enough blocks"
         recorder.time("blocks", "name", chunks, lambda: self._manager.cache_blocks(request, loaded))
-        self._manager.free(request)
+        recorder.time("blocks", "free", chunks, lambda: self._manager.free(request))
 
 
 def _hash(value: Any) -> bytes:

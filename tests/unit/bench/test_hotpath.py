@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
+from vllm_nvmeof_bench.report import Table
 from vllm_nvmeof_bench.reports.hotpath import (
     CASES,
     MODEL,
     ONE,
     OURS,
     PIPELINE,
+    REPORTS,
     VLLM,
     Sample,
     goals,
@@ -28,6 +30,7 @@ from vllm_nvmeof_offload.cli import app
 
 SIZES = (ONE, 512, 8192, 65_536)
 ROUNDS = 3
+PLANS = ("look_up", "find", "prepare")  # the step that plans a load has more stages than the others
 CONDITIONS = {"settings": {"entries": 1_000_000, "repeats": ROUNDS}, "cache_slots": 131_072}
 
 
@@ -56,10 +59,13 @@ def everything() -> list[Sample]:
             if stage == "look_up_again":
                 us = 0.01
             for chunks in SIZES:
+                us = us / 4 if chunks == SIZES[-1] and stage in PLANS else us
                 found += one(case, stage, OURS, chunks, us)
                 ours_alone = stage in ("find", "submit", "pipeline", "finished")
                 if not ours_alone and case not in ("pool", "hold"):
                     found += one(case, stage, VLLM, chunks, 10 * us)
+    for stage in CASES["blocks"]:
+        found += one("blocks", stage, VLLM, SIZES[-1], 0.2)
     return found
 
 
@@ -84,7 +90,7 @@ def row(samples: Sequence[Sample], start: str) -> Goal:
 
 def test_every_goal_is_reached_by_samples_made_up_for_it() -> None:
     found = goals(everything(), CONDITIONS)
-    assert len(found) == 19
+    assert len(found) == 20
     assert [goal.name for goal in found if goal.reached is not True] == []
 
 
@@ -97,6 +103,7 @@ def test_every_goal_is_reached_by_samples_made_up_for_it() -> None:
         ("pickle and unpickle a load", 9, {"case": "pool", "stage": "pickle"}),
         ("store, from plan to written", 5, {"case": "write", "stage": "pipeline"}),
         ("65,536 chunks / 8,192", 50, {"case": "store", "chunks": 65_536}),
+        ("the longest step of a load of 65,536", 5, {"stage": "end", "chunks": 65_536}),
         ("a step with a blocked head", 2, {"stage": "look_up_again", "case": "cpu"}),
         ("look-up of a key", 9, {"stage": "look_up", "case": "pool"}),
         ("an op beside its chunks", 50, {"stage": "pipeline", "case": "store", "chunks": ONE}),
@@ -125,6 +132,24 @@ def test_a_total_is_the_sum_of_its_stages_within_a_round() -> None:
     assert found == pytest.approx([2.7, 3.0, 3.9])
     assert total_us(samples, OURS, 512, parts_of("cpu", ("find", "prepare"))) == []
     assert total_us(samples, OURS, 8192, parts_of("cpu", ("find",))) == []
+
+
+def test_a_step_is_compared_with_the_work_of_vllm_in_it() -> None:
+    samples = slower(everything(), 3, case="cpu", stage="end")
+    (table,) = (
+        each
+        for each in REPORTS[0].parts(samples, CONDITIONS, [])
+        if isinstance(each, Table) and each.title.startswith("a load of 65,536")
+    )
+    cells = {row[0]: row[1:] for row in table.cells}
+    per_us = 65_536 / 1000
+    assert cells["ends the request"] == [f"{us * per_us:.1f}" for us in (0.12, 0.04, 0.2)] + [
+        "0.60",
+        "0.20",
+    ]
+    planned = 3 * 0.01 + 0.04
+    assert cells["plans the load"][0] == f"{planned * per_us:.1f}"
+    assert cells["plans the load"][3] == f"{planned / 0.2:.2f}"
 
 
 def test_a_stage_that_was_not_measured_leaves_its_goals_open() -> None:
