@@ -14,6 +14,10 @@ slot is 8 KiB: a header page and the payload. At other sizes both arms move whol
 At every point of every round both arms run on both targets in random order, so that compared values
 are measured within seconds of each other. Each size has separate files and pools. A throttle is set
 only during measurements, but this process and its children are in its group from the start.
+
+`--stages` also splits our reads on the first target, by timestamps of the caller, the engine and
+the kernel's trace events. It needs root, and a target directly on a disk, because only then do the
+events of a read and of its request name the same sector. It measures fio with our slot's size too.
 """
 
 from __future__ import annotations
@@ -22,18 +26,22 @@ import collections
 import contextlib
 import functools
 import itertools
+import math
 import os
 import random
+import re
 import shutil
 import signal
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from vllm_nvmeof_bench import conditions
 from vllm_nvmeof_bench.benchmark import Command
@@ -42,13 +50,22 @@ from vllm_nvmeof_bench.pool import (
     EngineMover,
     Fio,
     Ground,
+    Job,
     Mover,
     fill,
     fio_moved,
     limits,
     write_flat,
 )
-from vllm_nvmeof_bench.reports.latency import ARMS, PAYLOAD_MIN, STAND_IN, Point, Sample
+from vllm_nvmeof_bench.reports.latency import (
+    ARMS,
+    PAYLOAD_MIN,
+    SLOT_BY_FIO,
+    STAGES,
+    STAND_IN,
+    Point,
+    Sample,
+)
 from vllm_nvmeof_bench.results import MB, BenchError, dump, percentile, size_name
 from vllm_nvmeof_bench.settings import check_names, check_positive, option, recorded, size_option
 from vllm_nvmeof_bench.throttle import Throttle
@@ -61,6 +78,16 @@ _THROTTLE_MB_PER_S = 100
 _REMEDY = "give another --target, or fewer --jobs"
 #: A pause after setting the throttle, until the kernel's unthrottled time slice has expired.
 _SLICE_S = 0.15
+_TRACING, _TRACE_KIB = Path("/sys/kernel/tracing/instances"), 16_384
+#: The disk's events, with their columns in `kernel_times`, and all traced events.
+_DISK = {"block_rq_issue": 1, "block_rq_complete": 2}
+_EVENTS = (
+    "io_uring/io_uring_submit_req",
+    "io_uring/io_uring_complete",
+    "block/block_bio_queue",
+    *(f"block/{event}" for event in _DISK),
+)
+_EVENT = re.compile(r"-(\d+) +\[\d+\] \S+ +(\d+\.\d+): (\w+): (.*)")
 _T = TypeVar("_T")
 
 
@@ -91,6 +118,7 @@ class Settings:
     rounds: int = option(5, "Samples per measurement.", min=1)
     run_s: float = option(0.5, "Seconds per measurement.", flag="--seconds")
     seed: int = option(1, "Seed for contents and orders.")
+    stages: bool = option(False, "Also split our reads into stages by tracing the kernel.")
     ramp_s: float = 0.1
     job_bytes: int = 64 * MIB
 
@@ -220,6 +248,93 @@ def _name_here(*job: Any) -> str:
     return _opened(*job)[0].name
 
 
+class _Timed(Mover):
+    """A mover that records, by token, when each stage of a read ends, in ns."""
+
+    def __init__(self, mover: EngineMover) -> None:
+        self._mover, self.times = mover, dict[int, list[int]]()
+
+    def run(self, jobs: Sequence[Job]) -> None:
+        self._mover.run(jobs)
+
+    def submit(self, token: int, is_read: bool, block: int) -> None:
+        self.times[token] = [time.monotonic_ns()]
+        self._mover.submit(token, is_read, block)
+
+    def poll(self, timeout_s: float) -> list[int]:
+        self._mover.sleep(timeout_s)
+        woken, found = time.monotonic_ns(), self._mover.take()
+        taken = time.monotonic_ns()
+        for one in found:
+            self.times[one.token] += [round(1e9 * (one.ended_s or 0)), woken, taken]
+        return [one.token for one in found]
+
+
+@contextlib.contextmanager
+def _traced() -> Iterator[Path]:
+    """Trace rings and disks in a buffer of this process; yield the trace's file."""
+    buffer = _TRACING / f"vllm-nvmeof-bench-{os.getpid()}"
+    try:
+        buffer.mkdir()
+        try:
+            (buffer / "trace_clock").write_text("mono")
+            (buffer / "buffer_size_kb").write_text(f"{_TRACE_KIB}")
+            for event in _EVENTS:
+                (buffer / "events" / event / "enable").write_text("1")
+            yield buffer / "trace"
+        finally:
+            buffer.rmdir()  # disables its events
+    except OSError as error:
+        raise BenchError(f"--stages: the kernel's tracing cannot be used: {error}") from None
+
+
+def kernel_times(trace: str, threads: Collection[str]) -> list[tuple[float, ...]]:
+    """Return, for each read of these threads in order of submission, the ns at which its ring
+    submitted it, the disk got it, the disk completed it, and the ring saw this; nan if unknown."""
+    reads: list[list[float]] = []
+    by_tag: dict[str, int] = {}
+    by_sector: dict[str, int] = {}
+    for thread, seconds, event, text in _EVENT.findall(trace):
+        words, ns = text.split(), 1e9 * float(seconds)
+        if event not in _DISK and thread not in threads:
+            continue
+        if event == "io_uring_submit_req" and "READ_FIXED," in words:
+            by_tag[words[words.index("user_data") + 1]] = len(reads)
+            reads.append([ns] + [math.nan] * 3)
+        elif event == "block_bio_queue" and reads:  # the ring submits the last read
+            by_sector[words[2]] = len(reads) - 1
+        elif event in _DISK and (sector := words[words.index("+") - 1]) in by_sector:
+            reads[by_sector[sector]][_DISK[event]] = ns
+        elif event == "io_uring_complete":
+            read = by_tag.pop(words[words.index("user_data") + 1], None)
+            if read is not None:
+                reads[read][3] = ns
+    return [tuple(read) for read in reads]
+
+
+def _stages_here(order: Order, *job: Any) -> dict[str, float]:
+    """Return the median µs of each stage of this process's reads, and of the whole."""
+    mover, dice = _opened(*job)
+    timed = _Timed(mover)
+    with _traced() as trace, quiet_interpreter():
+        drive(timed, job[2], order, dice)
+        kernel = kernel_times(trace.read_text(), os.listdir("/proc/self/task"))
+    if len(kernel) != len(timed.times):
+        raise BenchError("--stages: the kernel's trace lacks reads: decrease --seconds")
+    rows = np.array(
+        [
+            (caller[0], *events, *caller[1:])
+            for caller, events in zip(timed.times.values(), kernel, strict=True)
+        ]
+    )
+    rows = rows[~np.isnan(rows).any(axis=1)]
+    if not len(rows):
+        raise BenchError("--stages: the kernel's trace lacks the disk's requests")
+    every = [*np.diff(rows).T, rows[:, -1] - rows[:, 0]]
+    medians = [round(float(np.median(one)) / 1000, 2) for one in every]
+    return dict(zip(STAGES, medians, strict=True))
+
+
 def _drive_here(order: Order, *job: Any) -> Answer:
     mover, dice = _opened(*job)
     with quiet_interpreter():
@@ -228,6 +343,8 @@ def _drive_here(order: Order, *job: Any) -> Answer:
 
 #: A function that measures a point with a seed, and returns the measured fields of a `Sample`.
 _Measure = Callable[[Point, int], dict[str, Any]]
+#: A function that measures the stages of reads at this depth.
+_Split = Callable[[int], dict[str, float]]
 
 
 def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
@@ -237,11 +354,12 @@ def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
     for number, path in enumerate(files):
         write_flat(path, settings.job_bytes, settings.seed + number)
 
-    def measure(point: Point, seed: int) -> dict[str, Any]:
+    def measure(point: Point, seed: int, io_bytes: int = 0) -> dict[str, Any]:
+        io_bytes = io_bytes or point.io_bytes
         options = {
             "rw": f"rand{point.case}",
-            "bs": point.io_bytes,
-            "size": settings.job_bytes // point.io_bytes * point.io_bytes,
+            "bs": io_bytes,
+            "size": settings.job_bytes // io_bytes * io_bytes,
             "iodepth": point.depth,
             "time_based": 1,
             "runtime": f"{round(1000 * settings.run_s)}ms",
@@ -268,8 +386,8 @@ def _fio_arm(fio: Fio, directory: Path, settings: Settings) -> _Measure:
 
 def _our_arm(
     stack: contextlib.ExitStack, directory: Path, settings: Settings, payload_bytes: int
-) -> tuple[_Measure, list[str]]:
-    """Return the function that measures our engine, and the names of the jobs' engines.
+) -> tuple[_Measure, list[str], _Split]:
+    """Return the functions that measure our engine, and the names of the jobs' engines.
 
     Each job's process waits between measurements, and ignores Ctrl-C. Only fio uses a measurement's
     seed; our jobs continue their own random order.
@@ -308,7 +426,11 @@ def _our_arm(
             "cpu_s_per_gib": sum(answer.cpu_s for answer in answers) * GIB / moved,
         }
 
-    return measure, _results(child.submit(_name_here, *job) for child, job in jobs)
+    def split(depth: int) -> dict[str, float]:
+        (child, job), order = jobs[0], Order("read", depth, 0.0, settings.run_s)
+        return _results([child.submit(_stages_here, order, *job)])[0]
+
+    return measure, _results(child.submit(_name_here, *job) for child, job in jobs), split
 
 
 def _results(begun: Iterable[Future[_T]]) -> list[_T]:
@@ -357,6 +479,8 @@ def run(
         for payload_bytes in settings.payloads:
             one.size(payload_bytes)
             found = {"engines": sorted(one.engines), "fio_registered": fio.registered}
+            if settings.stages:
+                found["stages"] = one.stages
             found["load_average_at_end"] = conditions.load_average()
             keep(one.samples, {**common, **found})
 
@@ -370,12 +494,14 @@ class _Run:
     on_progress: OnProgress
     samples: list[Sample] = field(default_factory=list)
     engines: set[str] = field(default_factory=set)
+    stages: list[dict[str, Any]] = field(default_factory=list)
 
     def size(self, payload_bytes: int) -> None:
         """Measure all points of a size, and delete its files."""
         settings, name = self.settings, size_name(payload_bytes)
         with contextlib.ExitStack() as stack:
             arms: dict[tuple[str, str], _Measure] = {}
+            splits: list[_Split] = []
             for place in self.settings.places:
                 self._report(f"{name} · writing all files on {place.name}")
                 home = self.homes[place.name] / f"payload-{payload_bytes}"
@@ -383,13 +509,18 @@ class _Run:
                 stack.callback(shutil.rmtree, home, ignore_errors=True)
                 arms[place.name, "fio"] = _fio_arm(self.fio, home / "fio", settings)
                 ours = _our_arm(stack, home / "ours", settings, payload_bytes)
-                arms[place.name, "ours"], engines = ours
+                arms[place.name, "ours"], engines, split = ours
+                splits.append(split)
                 self.engines.update(engines)
             for number in range(settings.rounds):
                 for point in settings.points(payload_bytes):
                     what = f"{point.case} {point.jobs} × {point.depth}"
                     self._report(f"{name} · round {number + 1} · {what}")
                     self._point(arms, point, number)
+                for depth in settings.depths if settings.stages else ():
+                    self._report(f"{name} · round {number + 1} · stages at depth {depth}")
+                    fio = arms[self.settings.places[0].name, "fio"]
+                    self._split(payload_bytes, depth, number, splits[0], fio)
 
     def _point(self, arms: dict[tuple[str, str], _Measure], point: Point, number: int) -> None:
         dice = random.Random(f"{self.settings.seed} {point} {number}")
@@ -404,6 +535,12 @@ class _Run:
             )
         # The order of targets matters: the report compares the second with the first.
         self.samples += [found[pair] for pair in pairs]
+
+    def _split(self, payload_bytes: int, depth: int, number: int, split: _Split, fio: Any) -> None:
+        point, slot_bytes = Point("read", payload_bytes, 1, depth), slot_stride_bytes(payload_bytes)
+        found = split(depth) | {SLOT_BY_FIO: fio(point, number, slot_bytes)["p50_us"]}
+        where = {"payload_bytes": payload_bytes, "depth": depth, "round": number}
+        self.stages += [{**where, "stage": stage, "us": us} for stage, us in found.items()]
 
     def _limit(self, mb_per_s: int | None) -> None:
         if self.throttle is None:

@@ -71,7 +71,7 @@ from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.errors import OK, EngineError, Outcome
 from vllm_nvmeof_offload.groups import Group, GroupKind
-from vllm_nvmeof_offload.io.base import IoEngine, IoOp
+from vllm_nvmeof_offload.io.base import Completion, IoEngine, IoOp
 from vllm_nvmeof_offload.io.choose_engine import choose_io_engine
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.format import ENTRY_BYTES, SLAB_FILE, Keyspace
@@ -488,12 +488,20 @@ class EngineMover(Mover):
         self._engine.submit([self._ground.op(token, is_read, block)])
 
     def poll(self, timeout_s: float) -> list[int]:
+        self.sleep(timeout_s)
+        return [completion.token for completion in self.take()]
+
+    def sleep(self, timeout_s: float) -> None:
+        """Wait until the engine wakes the caller."""
         self._ready.poll(timeout_s * 1000)
+
+    def take(self) -> list[Completion]:
+        """Return the completions; raise BenchError if an operation failed."""
         completions = self._engine.poll()
         for completion in completions:
             if not completion.outcome.ok:
                 raise BenchError(f"{self.name}: an operation failed: {completion.outcome}")
-        return [completion.token for completion in completions]
+        return completions
 
     def close(self) -> None:
         if not self._engine.close():

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 from vllm_nvmeof_bench.report import Column, Report, Table, versions_in
@@ -26,6 +27,18 @@ ARMS = ("fio", "ours")
 #: The name of a throttled target in results files.
 STAND_IN = "throttled-stand-in"
 PAYLOAD_MIN = 4 * KIB
+#: The stages of a read by our engine, and the whole.
+STAGES = (
+    "handed to the ring's thread",
+    "given to the disk",
+    "read by the disk",
+    "completion seen",
+    "checked and reported",
+    "caller woken",
+    "taken by the caller",
+    "whole",
+)
+SLOT_BY_FIO = "fio, whole slots"
 _MEASURES = {"p50": "p50_us", "mean": "mean_us", "P99": "p99_us"}
 _Side = dict[str, object]  # target and arm
 
@@ -124,11 +137,28 @@ def _tables(samples: Sequence[Sample], conditions: Mapping[str, Any]) -> Iterato
             yield _compared(title, chosen, sides, with_cpu=True)
     if len(targets) > 1:
         yield _alike(samples, targets)
+    stages: Sequence[Mapping[str, Any]] = conditions.get("stages", ())
+    for payload in dict.fromkeys(one["payload_bytes"] for one in stages):
+        yield _split([one for one in stages if one["payload_bytes"] == payload], payload)
     rounds = len(distinct(samples, "round"))
     yield (
         f"medians over {rounds} rounds of each round's p50, mean and P99; with fewer than 100 "
         "operations, P99 is the slowest. At 4 KiB ours reads 8 KiB: a header page and the payload."
     )
+
+
+def _split(stages: Sequence[Mapping[str, Any]], payload: int) -> Table:
+    def us(stage: str, depth: int) -> Spread | None:
+        wanted = {"stage": stage, "depth": depth}
+        return spread_of([one["us"] for one in stages if wanted.items() <= one.items()])
+
+    columns = [Column("stage", str)] + [
+        Column(f"depth {depth}", partial(us, depth=depth), "{:,.1f}")
+        for depth in dict.fromkeys(one["depth"] for one in stages)
+    ]
+    title = f"stages of a read of {size_name(payload)} by our engine, µs"
+    caption = "medians over rounds of each round's median; medians of stages do not add up"
+    return Table(title, columns, [*STAGES, SLOT_BY_FIO], caption=caption)
 
 
 def _alike(samples: Sequence[Sample], targets: Sequence[str]) -> Table:

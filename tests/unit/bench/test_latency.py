@@ -4,15 +4,25 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from vllm_nvmeof_bench.latency import Order, Place, Settings, drive, run
+from vllm_nvmeof_bench.latency import Order, Place, Settings, drive, kernel_times, run
 from vllm_nvmeof_bench.pool import Job, Mover
-from vllm_nvmeof_bench.reports.latency import STAND_IN, Point, Sample, added, as_expected, points_of
+from vllm_nvmeof_bench.report import Table
+from vllm_nvmeof_bench.reports.latency import (
+    REPORTS,
+    STAND_IN,
+    Point,
+    Sample,
+    added,
+    as_expected,
+    points_of,
+)
 from vllm_nvmeof_bench.results import BenchError, distinct
 
 from vllm_nvmeof_offload.units import KIB
@@ -114,6 +124,47 @@ def test_added_latency_is_computed_from_medians_and_the_first_arm() -> None:
     assert found is not None
     assert (found.us, found.per_cent) == (30.0, 30.0)
     assert added(samples, side("disk", "fio"), side("none", "fio"), point, "mean_us") is None
+
+
+TRACE = """
+ ring-7 [000] ..... 10.000001: io_uring_submit_req: ring 01, req 02, user_data 0xa, opcode READ_FIXED, flags 0x400001, sq_thread 0
+ ring-7 [000] ..... 10.000002: block_bio_queue: 254,0 RS 5200 + 16 [ring]
+ ring-7 [000] ..... 10.000003: io_uring_submit_req: ring 01, req 03, user_data 0x0, opcode READ, flags 0x400000, sq_thread 0
+ ring-7 [000] ..... 10.000004: io_uring_submit_req: ring 01, req 04, user_data 0xb, opcode READ_FIXED, flags 0x400001, sq_thread 0
+ ring-7 [000] ..... 10.000005: block_bio_queue: 254,0 RS 6400 + 16 [ring]
+ ring-7 [000] ..... 10.000006: block_rq_issue: 254,0 RS 8192 () 6400 + 16 be,0,4 [ring]
+ ring-7 [000] ..... 10.000007: block_rq_issue: 254,0 RS 8192 () 5200 + 16 be,0,4 [ring]
+ ring-8 [001] ..... 10.000008: io_uring_submit_req: ring 09, req 09, user_data 0xa, opcode READ_FIXED, flags 0x400001, sq_thread 0
+ other-9 [001] ..s.. 10.000008: block_rq_issue: 254,0 WS 8192 () 7777 + 16 be,0,4 [other]
+ other-9 [001] ..s.. 10.000020: block_rq_complete: 254,0 RS () 5200 + 16 be,0,4 [0]
+ ring-7 [000] ..... 10.000030: io_uring_complete: ring 01, req 02, user_data 0xa, result 8192, cflags 0x0 extra1 0 extra2 0
+ ring-7 [000] ..... 10.000031: io_uring_complete: ring 01, req 03, user_data 0x0, result 8, cflags 0x0 extra1 0 extra2 0
+"""  # noqa: E501
+
+
+def test_the_events_of_a_read_are_found_in_a_trace() -> None:
+    first, second = kernel_times(TRACE, ["7"])
+    assert [round(ns - 1e10) for ns in first] == [1000, 7000, 20_000, 30_000]
+    assert [round(ns - 1e10) for ns in second[:2]] == [4000, 6000]
+    assert all(map(math.isnan, second[2:])), "its request has not completed"
+
+
+def test_stages_are_shown_by_depth() -> None:
+    where = {"payload_bytes": 4 * KIB, "stage": "read by the disk"}
+    stages = [
+        {**where, "depth": depth, "round": number, "us": us}
+        for depth, times in ((1, (50, 60, 55)), (16, (200, 100, 300)))
+        for number, us in enumerate(times)
+    ]
+    tables = [
+        one
+        for one in REPORTS[0].parts(everything(), {"stages": stages}, [])
+        if isinstance(one, Table) and one.title.startswith("stages of a read of 4 KiB")
+    ]
+    ((columns, rows),) = [([one.name for one in each.columns], each.cells) for each in tables]
+    assert columns == ["stage", "depth 1", "depth 16"]
+    assert ["read by the disk", "55.0", "200.0"] in [list(row) for row in rows]
+    assert ["caller woken", "–", "–"] in [list(row) for row in rows]
 
 
 def test_ours_is_as_expected_where_it_adds_the_same_on_both_targets() -> None:
