@@ -727,7 +727,8 @@ void Tiers::unwant(Slot slot) {
 
 // Choose the target of the next write; see manager/target_choice.py.
 Target* Tiers::choose() {
-  std::vector<size_t> ready;
+  std::vector<size_t>& ready = ready_;
+  ready.clear();
   for (size_t number = 0; number < targets.size(); ++number)
     if (const Target& one = targets[number];
         one.usable && (one.slots.free() || one.slots.parts.free() || one.order->size()))

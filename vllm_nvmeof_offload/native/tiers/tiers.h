@@ -444,6 +444,7 @@ class Tiers {
   uint64_t foreign_loads_ = 0;                // loads of other engines' chunks without an entry
   std::vector<Trust> trust_;                  // by group
   std::vector<size_t> unequal_;               // groups with unequal members, until taken
+  std::vector<size_t> ready_;                 // within `choose`, which runs per chunk
   size_t turn_ = 0;                           // the target that is chosen if all else is equal
   double pass_ = 0;                           // the lowest pass of all usable targets
   // Consecutive failures by place. A device may accept writes and fail reads, so both are counted.
