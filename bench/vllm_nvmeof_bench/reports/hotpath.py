@@ -112,7 +112,7 @@ _MODEL_STAGES = tuple(name for name, stage in _LOAD.items() if stage.thread == M
 #: Step of a load → our stages in it, and vLLM's own stage.
 _STEPS = {
     "plans the load": (("look_up", "find", "prepare", "pickle"), "allocate"),
-    "learns that it ended": (("report",), "name"),
+    "applies its report": (("report",), "name"),
     "ends the request": (("end",), "free"),
 }
 
