@@ -298,7 +298,7 @@ def kernel_times(trace: str, threads: Collection[str]) -> list[tuple[float, ...]
         words, ns = text.split(), 1e9 * float(seconds)
         if event not in _DISK and thread not in threads:
             continue
-        if event == "io_uring_submit_req" and "READ_FIXED," in words:
+        if event == "io_uring_submit_req" and "READ_FIXED" in text:
             by_tag[words[words.index("user_data") + 1]] = len(reads)
             reads.append([ns] + [math.nan] * 3)
         elif event == "block_bio_queue" and reads:  # the ring submits the last read

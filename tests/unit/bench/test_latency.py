@@ -127,19 +127,19 @@ def test_added_latency_is_computed_from_medians_and_the_first_arm() -> None:
 
 
 TRACE = """
- ring-7 [000] ..... 10.000001: io_uring_submit_req: ring 01, req 02, user_data 0xa, opcode READ_FIXED, flags 0x400001, sq_thread 0
- ring-7 [000] ..... 10.000002: block_bio_queue: 254,0 RS 5200 + 16 [ring]
- ring-7 [000] ..... 10.000003: io_uring_submit_req: ring 01, req 03, user_data 0x0, opcode READ, flags 0x400000, sq_thread 0
- ring-7 [000] ..... 10.000004: io_uring_submit_req: ring 01, req 04, user_data 0xb, opcode READ_FIXED, flags 0x400001, sq_thread 0
- ring-7 [000] ..... 10.000005: block_bio_queue: 254,0 RS 6400 + 16 [ring]
- ring-7 [000] ..... 10.000006: block_rq_issue: 254,0 RS 8192 () 6400 + 16 be,0,4 [ring]
- ring-7 [000] ..... 10.000007: block_rq_issue: 254,0 RS 8192 () 5200 + 16 be,0,4 [ring]
- ring-8 [001] ..... 10.000008: io_uring_submit_req: ring 09, req 09, user_data 0xa, opcode READ_FIXED, flags 0x400001, sq_thread 0
- other-9 [001] ..s.. 10.000008: block_rq_issue: 254,0 WS 8192 () 7777 + 16 be,0,4 [other]
- other-9 [001] ..s.. 10.000020: block_rq_complete: 254,0 RS () 5200 + 16 be,0,4 [0]
- ring-7 [000] ..... 10.000030: io_uring_complete: ring 01, req 02, user_data 0xa, result 8192, cflags 0x0 extra1 0 extra2 0
- ring-7 [000] ..... 10.000031: io_uring_complete: ring 01, req 03, user_data 0x0, result 8, cflags 0x0 extra1 0 extra2 0
-"""  # noqa: E501
+ ring-7 [0] . 10.000001: io_uring_submit_req: ring 01, req 02, user_data 0xa, opcode READ_FIXED
+ ring-7 [0] . 10.000002: block_bio_queue: 254,0 RS 5200 + 16 [ring]
+ ring-7 [0] . 10.000003: io_uring_submit_req: ring 01, req 03, user_data 0x0, opcode READ
+ ring-7 [0] . 10.000004: io_uring_submit_req: ring 01, req 04, user_data 0xb, opcode READ_FIXED
+ ring-7 [0] . 10.000005: block_bio_queue: 254,0 RS 6400 + 16 [ring]
+ ring-7 [0] . 10.000006: block_rq_issue: 254,0 RS 8192 () 6400 + 16
+ ring-7 [0] . 10.000007: block_rq_issue: 254,0 RS 8192 () 5200 + 16
+ ring-8 [1] . 10.000008: io_uring_submit_req: ring 09, req 09, user_data 0xa, opcode READ_FIXED
+ other-9 [1] s 10.000008: block_rq_issue: 254,0 WS 8192 () 7777 + 16
+ other-9 [1] s 10.000020: block_rq_complete: 254,0 RS () 5200 + 16
+ ring-7 [0] . 10.000030: io_uring_complete: ring 01, req 02, user_data 0xa, result 8192
+ ring-7 [0] . 10.000031: io_uring_complete: ring 01, req 03, user_data 0x0, result 8
+"""
 
 
 def test_the_events_of_a_read_are_found_in_a_trace() -> None:
