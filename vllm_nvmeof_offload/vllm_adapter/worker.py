@@ -37,7 +37,7 @@ from vllm_nvmeof_offload.worker.pipeline import Transfer, TransferPipeline
 _START_PIECES_MAX = 256
 
 
-#: A job's `ids`, `sizes` and `firsts`, as in `JobBlocks`.
+#: The last three parts of a `Transfer`.
 _Blocks: TypeAlias = tuple[npt.NDArray[np.int32], Sequence[int], Sequence[int]]
 
 
@@ -232,8 +232,8 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         self, command: LoadCommand, blocks: _Blocks, rows: list[int], request: str | None
     ) -> None:
         if self._reports_blocks:
-            (group,), (first,) = self._geometry.by_group, blocks.firsts
-            by_chunk = group.split(blocks.ids, first, len(command.batch))
+            (group,), (ids, _, (first,)) = self._geometry.by_group, blocks
+            by_chunk = group.split(ids, first, len(command.batch))
             failed = self._invalid_blocks.setdefault(request, set())
             for row in rows:
                 failed.update(by_chunk[row].tolist())

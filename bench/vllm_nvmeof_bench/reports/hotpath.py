@@ -20,7 +20,7 @@ from vllm_nvmeof_bench.results import (
     Paired,
     Spread,
     bound,
-    ratios,
+    median_ratio,
     select,
     spread_of,
     values_of,
@@ -199,7 +199,9 @@ def _longest_step(samples: Samples) -> Figure | None:
 
 def _step_ratio(samples: Samples, step: str, case: str) -> Paired | None:
     ours, own = _step_ms(samples, step, case), _step_ms(samples, step, "blocks")
-    return ratios(ours, own) if ours and len(ours) == len(own) else None
+    if not ours or len(ours) != len(own):
+        return None
+    return median_ratio([mine / theirs for mine, theirs in zip(ours, own, strict=True)])
 
 
 def _steps(samples: Samples) -> Table:

@@ -256,7 +256,7 @@ def test_a_check_notes_a_log_that_is_lost_or_damaged(tmp_path: Path) -> None:
     (report,) = check(found)
     assert (report.worst, list(report.counts)) == (
         Damage.NOTE,
-        ["log has 1 damaged pages, which are written again"],
+        ["log has 1 damaged pages, which servers rewrite"],
     )
     log.unlink()
     (report,) = check(found)
