@@ -333,8 +333,11 @@ class Pool:
             self._sessions.write(lambda at: replace_file(at, SESSIONS_FILE, content), on_end)
 
     def _file_writer(self, target: int) -> _FileWriter:
+        def await_permit(wanted: Callable[[], bool]) -> bool:
+            return self.permits[target].wait(wanted)  # those of the time of writing
+
         folder, background = self._slabs[target].folder, self.background[target]
-        return _FileWriter(folder, self._written, self.permits[target].wait, background)
+        return _FileWriter(folder, self._written, await_permit, background)
 
     def await_superblocks(self, timeout_s: float) -> bool:
         """Wait until no superblock and no sessions file is being written; False on a timeout."""
