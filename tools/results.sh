@@ -19,9 +19,11 @@ if [ -w "$autogroup" ]; then
 fi
 
 results=${1:-bench/results}
+work=build/results # a change in the checkout would mark the revision of later parts as dirty
 disk=${2:-build/bench/disk}
 names=("${@:3}")
 lifeboat=${PEERS:+,lifeboat}
+mkdir -p "$work" "$results"
 [ ${#names[@]} -gt 0 ] ||
     names=(ttft restart turns beyond ${TRACES:+replay} ${PEERS:+kvcr beyond-kvcr})
 bench=(.venv/bin/vllm-nvmeof bench)
@@ -38,11 +40,15 @@ measure() {
     [[ " ${names[*]} " == *" $name "* ]] || return 0
     local begun_s=$SECONDS
     echo "== $name"
-    "${bench[@]}" "$@" --json "$results/$name.json" || failed+=("$name")
+    if "${bench[@]}" "$@" --json "$work/$name.json"; then
+        measured+=("$work/$name.json")
+    else
+        failed+=("$name")
+    fi
     echo "== $name took $((SECONDS - begun_s)) s"
 }
 
-failed=()
+measured=() failed=()
 measure ttft serve ttft --dir "$disk" --model smollm2 --arms full,pool,peer_full,peer \
     --lengths 1024,4096 --rounds 8
 measure restart serve ttft --dir "$disk" --model smollm2 --lengths 4096 --restart \
@@ -71,6 +77,7 @@ measure pool pool --dir "$disk" --rounds 3 --blocks 64KiB,512KiB,2MiB
 measure latency latency --target "local=$disk" --throttle 100 --jobs 1,2 --rounds 5
 measure peers peers --dir "$disk" --rates 400:400,200:600 --idle-s 20 --rounds 8
 measure hotpath hotpath
+[ ${#measured[@]} -eq 0 ] || cp "${measured[@]}" "$results"
 if [ "$results" = bench/results ]; then
     "${bench[@]}" report README.md
     "${bench[@]}" report docs/benchmarks.md
