@@ -60,7 +60,7 @@ help:
 	@echo "make vllm-next  the newest vLLM of the package index: its own tests with our connector, and"
 	@echo "                what differs in the interfaces that we use (VLLM_NEXT=0.34.1: that one)"
 	@echo "make bench      the pool beside fio, a bare ring and vLLM's own file tier"
-	@echo "make results    whole servers beside vLLM's tiering, into bench/results/ (40 min)"
+	@echo "make results    whole servers beside vLLM's tiering, into bench/results/ (35 min)"
 	@echo "make gpu        on a machine with an NVIDIA GPU: its tests and benchmarks, in stages (GPU_STAGES)"
 	@echo "make wheel      dist/: manylinux wheels with the native core and the kernels, and the sdist"
 	@echo "make check      ruff, clang-format, clang-tidy and mypy"

@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 # Runs benchmarks that need neither a GPU nor existing servers, and prints README.md and
 # docs/benchmarks.md with their figures, and how long each part took. Nothing else should run
-# meanwhile. Without names it measures what README.md shows, in some 40 minutes; with TRACES, a
+# meanwhile. Without names it measures what README.md shows, in some 35 minutes; with TRACES, a
 # folder of kv-cache-tester's traces, it measures replay too. It needs root, because a control group
 # throttles the stand-in for an NVMe-oF target. PEERS=1 compares with Lifeboat and KVCR too.
 #
