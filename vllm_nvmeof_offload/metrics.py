@@ -159,11 +159,11 @@ COUNTERS = _table(
     _row("written_chunks", "chunks", (),
          "Chunks written to the pool by every rank."),
     _row("unwritten_chunks", "chunks", _one("reason", "evicted", "superseded", "shared"),
-         "Chunks stored but not written to the pool, by reason. evicted from the CPU tier first, "
-         "because no target accepts writes or the tier is too small for the windows and states of "
-         "running requests. Later chunks of the same prefix are then not found. superseded: "
-         "windows and states of a request with a later boundary. shared: another live engine's "
-         "pool has the chunk."),
+         "Chunks stored but not written to the pool, by reason. evicted: the CPU tier evicted "
+         "the chunk first, because no target accepts writes or the tier is too small for the "
+         "windows and states of running requests. Later chunks of the same prefix are then not "
+         "found. superseded: windows and states of a request with a later boundary. shared: "
+         "another live engine's pool has the chunk."),
     _row("evictions", "chunks", _one("tier", "cpu", "pool"),
          "Chunks evicted, by tier."),
     # -- bytes and time

@@ -246,7 +246,7 @@ def _rate(samples: Samples, case: str) -> Figure | None:
 
 
 def _worst_of(samples: Samples, stage: str, measure: str, scale: float = 1.0) -> Figure | None:
-    """Return a measure of a load's stage, times `scale`, for the worse of both loads."""
+    """Return the larger of both loads' values for a measure of a stage, multiplied by `scale`."""
     wanted = {"side": OURS, "stage": stage, "chunks": _CHUNKS}
     found = (
         _figure(values_of(samples, measure, case=case, **wanted), _TITLES[case], scale)

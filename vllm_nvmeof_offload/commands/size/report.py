@@ -246,7 +246,7 @@ def _advice_figures(sizes: KvSizes, advice: Advice | None) -> Iterator[Figure]:
     yield row("staging of one engine", advice.staging_bytes, formula)
     formula = f"one engine's share of {deployment.users} users' sessions + logs"
     yield row("pool of one engine", advice.pool_bytes, formula)
-    formula = "drives for the users' sessions or, if more, for the TTFT"
+    formula = "the larger of the drives for the users' sessions and the drives for the TTFT"
     yield row("drives for this load", advice.drives_needed, formula, "drives")
     formula = (
         f"{deployment.users} users × session in the pool × {deployment.daily_tokens} ÷ context"
