@@ -281,6 +281,7 @@ class Stage:
         for number in (1, 2):
             with suppress(AssertionError, OSError):
                 self.fabric.hang_disk(number, on=False)
+                self.fabric.slow_disk(number, 0)
         if self.child is not None and self.child.process.is_alive():
             self.child.kill()  # only now: a thread that waits for a hung disk cannot be killed
         if self.network_fs is not None:

@@ -148,8 +148,8 @@ class _Load:
         )
         # In place of vLLM's KV cache: one page per chunk that is stored and one per load.
         self.pages = np.zeros((CACHE_SLOTS + LOADS_MAX, PAYLOAD_BYTES // 8), np.uint64)
-        address, count = self.pages.ctypes.data, len(self.pages)
-        self.geometry = geometry_of([CacheTensor(address, PAYLOAD_BYTES, PAYLOAD_BYTES, count)])
+        address, pages = self.pages.ctypes.data, len(self.pages)
+        self.geometry = geometry_of([CacheTensor(address, PAYLOAD_BYTES, PAYLOAD_BYTES, pages)])
         self.free_cache = list(range(CACHE_SLOTS))
         self.free_pages = list(range(CACHE_SLOTS, CACHE_SLOTS + LOADS_MAX))
         # The manager's tiers choose the targets if the load only writes.
