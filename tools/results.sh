@@ -72,9 +72,9 @@ measure replay replay "${TRACES:-none}" --dir "$disk" --model medium --arms none
     --block-tokens 2 --context-max 4000 --gpu-tokens 8192 --third-tokens 6000
 measure hits serve hits --dir "$disk" --rates 0,100 --rounds 8
 measure stall serve stall --dir /dev/shm/stall --rounds 11
-measure moving serve moving --dir /dev/shm/moving --rounds 6 --turns 5
-measure pool pool --dir "$disk" --rounds 3 --blocks 64KiB,512KiB,2MiB
-measure latency latency --target "local=$disk" --throttle 100 --jobs 1,2 --rounds 5
+measure moving serve moving --dir /dev/shm/moving --rounds 8 --turns 5
+measure pool pool --dir "$disk" --rounds 8 --blocks 64KiB,512KiB,2MiB
+measure latency latency --target "local=$disk" --throttle 100 --jobs 1,2 --rounds 8
 measure peers peers --dir "$disk" --rates 400:400,200:600 --idle-s 20 --rounds 8
 measure hotpath hotpath
 [ ${#measured[@]} -eq 0 ] || cp "${measured[@]}" "$results"
