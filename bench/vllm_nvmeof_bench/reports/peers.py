@@ -27,20 +27,14 @@ from vllm_nvmeof_bench.results import (
 NO_LINKS = "0:0"
 LOAD, IDLE = "load", "idle"
 WITHOUT, ABSENT, BOTH, LANDING = "without", "absent", "both", "landing"
-#: An arm that occurs only in results of earlier versions.
-VLLM_P2P = "vllm_p2p"
 ARMS = {
     WITHOUT: "own link, no peer",
     ABSENT: "own link, peer absent",
     BOTH: "both links",
     LANDING: "both links, every other chunk cached",
-    VLLM_P2P: "both links, vLLM's fs and p2p tiers",
 }
 MESSAGES = "messages"
-#: The transports of chunks; only results of earlier versions contain cma.
-TRANSPORTS = {"cma": "NIXL pulls through the kernel's cma", MESSAGES: "messages over TCP"}
 BOTH_MIN, SUM_MIN, ABSENT_MIN, IDLE_MAX = 1.9, 0.93, 0.98, 0.5
-VLLM_P2P_MIN = 1.05
 
 
 def link_rates(rates: str) -> tuple[float, float]:
@@ -107,10 +101,10 @@ def places_of(samples: Samples) -> list[Place]:
     return list(dict.fromkeys((one.rates, one.transport) for one in loads))
 
 
-def ratio(samples: Samples, place: Place, arm: str, beside: str = WITHOUT) -> Paired | None:
-    """Return the ratio of the rate of `arm` to that of `beside`, paired by round."""
+def ratio(samples: Samples, place: Place, arm: str) -> Paired | None:
+    """Return the ratio of the rate of `arm` to that without a peer, paired by round."""
     where = {"stage": LOAD, "rates": place[0], "transport": place[1]}
-    above, below = {**where, "arm": arm}, {**where, "arm": beside}
+    above, below = {**where, "arm": arm}, {**where, "arm": WITHOUT}
     pairs = results.paired(samples, "mb_per_s", above, below)
     return results.median_ratio([a / b for a, b in pairs]) if pairs else None
 
@@ -124,8 +118,8 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
     """Return the goals, each for the worst combination of rates and transport."""
     places = places_of(samples)
 
-    def worst_ratio(arm: str, chosen: Sequence[Place], beside: str = WITHOUT) -> Figure | None:
-        found = {place: ratio(samples, place, arm, beside) for place in chosen}
+    def worst_ratio(arm: str, chosen: Sequence[Place]) -> Figure | None:
+        found = {place: ratio(samples, place, arm) for place in chosen}
         return worst(
             Figure(one.middle, one.n, " ".join(place)) if one else None
             for place, one in found.items()
@@ -139,7 +133,6 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
 
     equal = [place for place in places if _is_equal(place[0])]
     unequal = [place for place in places if not _is_equal(place[0])]
-    shown = [place for place in places if ratio(samples, place, BOTH, VLLM_P2P)]
     idle = values_of(samples, "idle_percent", stage=IDLE)
     return [
         bound("equal links: both / one", "≥", BOTH_MIN, worst_ratio(BOTH, equal)),
@@ -148,8 +141,6 @@ def goals(samples: Samples, conditions: Mapping[str, Any]) -> list[Goal]:
         bound("unequal links: both / the sum of their rates", "≥", SUM_MIN,
               worst(map(of_sum, unequal))),
         bound("an absent peer / no peer", "≥", ABSENT_MIN, worst_ratio(ABSENT, places)),
-        *(bound("both / vLLM's fs and p2p tiers", "≥", VLLM_P2P_MIN,
-                worst_ratio(BOTH, places, VLLM_P2P)) for places in (shown,) if places),
         bound("idle, of a core", "≤", IDLE_MAX,
               Figure(max(idle), len(idle)) if idle else None, " %"),
     ]  # fmt: skip
@@ -161,14 +152,8 @@ def _lines(conditions: Mapping[str, Any]) -> Iterator[str]:
     yield (
         f"loads of {settings.get('chunks', '?')} chunks of {size} by two processes on one machine; "
         "the reads of each process share a link of the given rate, which simulates the bandwidth "
-        "of an NVMe-oF target, not a network's latency"
+        "of an NVMe-oF target, not a network's latency; the peer sends chunks in messages over TCP"
     )
-    if VLLM_P2P in settings.get("arms", ()):
-        yield (
-            f"{ARMS[VLLM_P2P]}: each chunk is in a file of only one server, in the ratio of the "
-            "links; the second server's fs tier reads all its chunks into its CPU tier, and then "
-            "the p2p tier writes them into ours; the copy to the GPU is not counted"
-        )
 
 
 def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table | str]:
@@ -180,20 +165,17 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
         if select(loads, rates=rates, transport=transport, arm=arm)
     ]
 
-    def over(row: dict[str, str], beside: str) -> Paired | None:
-        """Return the ratio of the row's arm to `beside`; in vLLM's row, of ours to vLLM's."""
+    def over_alone(row: dict[str, str]) -> Paired | None:
+        """Return the ratio of the row's arm to a load without a peer."""
         place = row["rates"], row["transport"]
-        if beside == VLLM_P2P:
-            return ratio(samples, place, BOTH, beside) if row["arm"] == beside else None
-        return None if row["arm"] == beside else ratio(samples, place, row["arm"], beside)
+        return None if row["arm"] == WITHOUT else ratio(samples, place, row["arm"])
 
     columns = [
         by("rates", "links, MB/s"),
         by("transport", "chunks come by"),
         by("arm", "", lambda arm: ARMS[arm]),
         medians(loads, "MB/s", "mb_per_s"),
-        Column("/ no peer", lambda row: over(row, WITHOUT), "{:.3f}"),
-        Column("ours / it", lambda row: over(row, VLLM_P2P), "{:.3f}"),
+        Column("/ no peer", over_alone, "{:.3f}"),
         medians(loads, "/ sum", "of_sum", "{:.3f}"),
         medians(loads, "by the peer", "pulled_share", "{:.0%}"),
         medians(loads, "CPU ms/GB", "cpu_ms_per_gb"),
@@ -201,8 +183,6 @@ def _tables(samples: Samples, conditions: Mapping[str, Any]) -> Iterator[Table |
     ]
     title = f"One load, medians over {len(distinct(loads, 'round'))} rounds"
     yield Table(title, columns, rows, caption=METHOD)
-    for name in distinct(loads, "transport"):
-        yield f"{name}: {TRANSPORTS[name]}"
     for one in select(samples, stage=IDLE):
         own, helper = (100 * cpu / one.seconds for cpu in (one.cpu_s, one.helper_cpu_s))
         state = "connected" if one.arm == BOTH else "not connected"
