@@ -136,6 +136,7 @@ class TtftSettings(ServerSettings):
             for arm, client in fleet.clients.items():
                 found = fleet.run(client.settle())
                 written[arm] = sum(found.value(name) for name in WRITTEN)
+            sync_file_system(self.directory)  # write-back would slow down whichever arm is next
             if self.restart:
                 fleet.restart()
 
