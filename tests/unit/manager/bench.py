@@ -29,6 +29,7 @@ from vllm_nvmeof_offload.protocol import (
 #: (pool slot of the only target, generation, number of the key).
 Entries = Sequence[tuple[int, int, int]]
 KEY_BYTES = 12
+SLOT_BYTES = 8192
 DAY_S = 86_400.0
 GROUPS = (Group(0, GroupKind.FULL, 1),)
 
@@ -89,14 +90,13 @@ def hello(rank: int, cache: int, pool: int, entries: Entries, **changes: object)
         np.array([e[1] for e in entries], np.uint64),
         b"".join(key(e[2]) for e in entries),
     )
-    shape = {"engine_index": 0, "keyspace": "k", "target_count": 1, "tag": TAG, **changes}
+    shape = {"engine_index": 0, "keyspace": "k", "target_count": 1, "tag": TAG}
     return RankHello(
         rank=rank,
         cache_slots=cache,
         pool_slots=pool,
-        slot_bytes=8192,
         adopted=adopted,
-        **shape,  # type: ignore[arg-type]
+        **{**shape, "slot_bytes": SLOT_BYTES, **changes},  # type: ignore[arg-type]
     )
 
 
@@ -141,6 +141,7 @@ class Bench:
         ranks: int = 1,
         targets: int = 1,
         tokens_per_chunk: int = 1,
+        slot_bytes: int = SLOT_BYTES,
         foreign: Foreign | None = None,
         entries: Entries = (),
         sessions: bytes = b"",
@@ -153,7 +154,7 @@ class Bench:
         self.ranks = ranks
         #: Seconds in which the model has computed prompts.
         self.prompts_s = 0.0
-        more = {"target_count": targets, "sessions": sessions}
+        more = {"target_count": targets, "slot_bytes": slot_bytes, "sessions": sessions}
         agreement = agree([hello(r, cache, pool, entries, **more) for r in range(ranks)])
         assert agreement.notes == ()
         groups = (Group(0, GroupKind.FULL, tokens_per_chunk),)
