@@ -591,39 +591,58 @@ class Resumes(ResumeCounter):
         }
 
 
-def test_loaded_and_recomputed_tokens_of_a_resume() -> None:
-    counter = Resumes()
-    counter.step(_step(new={"a": (0, 100)}))
-    counter.step(_step(cached={"a": (100, 1)}))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 16, 64)
-    counter.offered("a", 32, 48)  # vLLM found no room at first and asked again
-    assert counter.gets(48, 21, 69, 21)
+@pytest.mark.parametrize(
+    ("unit", "steps", "preemptions", "offers", "gets"),
+    [
+        pytest.param(
+            *(1, [(0, 100), (100, 1)], 1, [(16, 64), (32, 48)], (48, 21, 69, 21)),
+            id="vLLM found no room at first and asked again",
+        ),
+        pytest.param(
+            *(1, [(0, 100)], 1, [(32, 48)], (0, 20, 68, 20)),
+            id="another connector has what was found or GPU memory has as much",
+        ),
+        pytest.param(
+            *(1, [(0, 40)], 2, [(0, 32)], (32, 8, 40, 8)), id="preempted twice before it ran"
+        ),
+        pytest.param(
+            *(16, [(0, 100)], 1, [(32, 32)], (32, 36, 64, 32)),
+            id="whole chunks outside GPU memory count as chunk tokens",
+        ),
+        pytest.param(
+            *(16, [(0, 60), (60, 1)], 1, [(0, 48)], (48, 13, 48, 0)),
+            id="an unfinished last chunk is no loss",
+        ),
+        pytest.param(
+            *(16, [(0, 20)], 1, [(16, 32)], (32, 0, 0, 0)),
+            id="another request had more of the prefix",
+        ),
+    ],
+)
+def test_tokens_of_a_resume(
+    unit: int,
+    steps: list[tuple[int, int]],
+    preemptions: int,
+    offers: list[tuple[int, int]],
+    gets: tuple[int, int, int, int],
+) -> None:
+    """steps: tokens computed before each, and in it. offers: tokens in GPU memory, and found."""
+    counter = Resumes(unit)
+    counter.step(_step(new={"a": steps[0]}))
+    for step in steps[1:]:
+        counter.step(_step(cached={"a": step}))
+    for _ in range(preemptions):
+        counter.step(_step(preempted=("a",)))
+    for offer in offers:
+        counter.offered("a", *offer)
+    assert counter.gets(*gets)
     assert not counter.resumed("a", 0)
-
-
-def test_what_vllm_does_not_have_us_load_is_not_counted_as_loaded() -> None:
-    """Another connector has it, or GPU memory has as much."""
-    counter = Resumes()
-    counter.step(_step(new={"a": (0, 100)}))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 32, 48)
-    assert counter.gets(loaded=0, recomputed=20, chunk_tokens=68, chunk_tokens_lost=20)
 
 
 def test_a_first_admission_is_no_resume() -> None:
     counter = Resumes()
     counter.offered("a", 0, 64)
     assert not counter.resumed("a", 0)
-
-
-def test_two_preemptions_before_a_run_count_once() -> None:
-    counter = Resumes()
-    counter.step(_step(new={"a": (0, 40)}))
-    counter.step(_step(preempted=("a",)))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 0, 32)
-    assert counter.gets(32, 8, 40, 8)
 
 
 def test_a_request_that_ends_while_preempted_is_forgotten() -> None:
@@ -633,32 +652,6 @@ def test_a_request_that_ends_while_preempted_is_forgotten() -> None:
     counter.step(_step(finished=("a",)))
     counter.offered("a", 0, 32)
     assert not counter.resumed("a", 0)
-
-
-def test_chunk_tokens_are_those_of_full_chunks_outside_gpu_memory() -> None:
-    counter = Resumes(tokens_per_chunk=16)
-    counter.step(_step(new={"a": (0, 100)}))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 32, 32)
-    assert counter.gets(loaded=32, recomputed=36, chunk_tokens=64, chunk_tokens_lost=32)
-
-
-def test_an_unfinished_last_chunk_is_no_loss() -> None:
-    counter = Resumes(tokens_per_chunk=16)
-    counter.step(_step(new={"a": (0, 60)}))
-    counter.step(_step(cached={"a": (60, 1)}))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 0, 48)
-    assert counter.gets(48, 13, 48, 0)
-
-
-def test_finding_more_than_was_computed_is_no_negative_loss() -> None:
-    """Another request had the same prefix, and more of it."""
-    counter = Resumes(tokens_per_chunk=16)
-    counter.step(_step(new={"a": (0, 20)}))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 16, 32)
-    assert counter.gets(32, 0, 0, 0)
 
 
 def test_computed_tokens_of_a_victim_are_known_only_while_it_waits() -> None:
@@ -690,19 +683,6 @@ def test_a_request_preempted_between_two_steps_is_resumed_in_the_next() -> None:
     counter.step(_step(preempted=("a",), cached={"a": (0, 41)}))
     counter.step(_step(preempted=("a",)))
     assert counter.computed("a") == 41
-
-
-def test_rejected_drafts_were_not_computed() -> None:
-    """28 tokens and one answered; then one step computes that one and five drafts."""
-    tokens = 29
-    counter = Resumes(8, lambda: tokens)
-    counter.step(_step(new={"a": (0, 28)}))
-    counter.step(_step(cached={"a": (28, 6)}, drafts=("a",)))
-    tokens = 30  # every draft was rejected: only the token that was sampled instead is new
-    counter.step(_step(preempted=("a",)))
-    assert counter.computed("a") == 29
-    counter.offered("a", 16, 0)
-    assert counter.gets(loaded=0, recomputed=13, chunk_tokens=8, chunk_tokens_lost=8)
 
 
 @pytest.mark.parametrize("accepted", range(6))
