@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from vllm_nvmeof_offload.errors import Outcome, code_of
 from vllm_nvmeof_offload.groups import Group, GroupKind
@@ -25,6 +26,9 @@ from vllm_nvmeof_offload.protocol import (
     WriteCommand,
     place_of,
 )
+
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
 #: (pool slot of the only target, generation, number of the key).
 Entries = Sequence[tuple[int, int, int]]
@@ -225,3 +229,14 @@ class Bench:
 
     def hits(self, numbers: Iterable[int]) -> list[int]:
         return [n for n in numbers if self.source(n) is not None]
+
+
+def attached(manager: NVMeoFOffloadingManager, one: RankHello, *more: Any) -> Bench:
+    """A bench that drives the core that the manager makes with this hello. more: of `attach`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_nvmeof_offload.vllm_adapter.manager.ManagerCore", Core)
+        manager.attach([one], *more)
+    assert isinstance(manager.core, Core)
+    bench = Bench()
+    bench.core = manager.core
+    return bench

@@ -36,10 +36,9 @@ from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.ledger import State
 from vllm_nvmeof_offload.protocol import AdoptedEntries, place_of
-from vllm_nvmeof_offload.vllm_adapter import manager as face
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
-from .bench import GROUPS, Bench, Core, hello, report
+from .bench import GROUPS, attached, hello, report
 
 #: The defaults since 2026-09-11, and those that also list vLLM's own medium.
 WITHOUT_STORAGE = {"gpu": 1.0, "cpu": 0.8, "shared_storage": 0.4, "object_store": 0.2}
@@ -189,17 +188,12 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.manager = NVMeoFOffloadingManager(CoreConfig(kv_events=True))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(face, "ManagerCore", Core)
-            groups = tuple(RankGroup(group, 1024) for group in self.groups)
-            one = hello(0, self.cache_slots, 8, (), remote=self.remote, groups=groups)
-            if self.adopted is not None:
-                place, generation = np.array([place_of(0, 0)], np.int64), np.ones(1, np.uint64)
-                one = replace(one, adopted=AdoptedEntries(place, generation, self.adopted))
-            self.manager.attach([one], len(KEYS[0]), self.groups)
-        self.bench = Bench()
-        assert isinstance(self.manager.core, Core)
-        self.bench.core = self.manager.core
+        groups = tuple(RankGroup(group, 1024) for group in self.groups)
+        one = hello(0, self.cache_slots, 8, (), remote=self.remote, groups=groups)
+        if self.adopted is not None:
+            place, generation = np.array([place_of(0, 0)], np.int64), np.ones(1, np.uint64)
+            one = replace(one, adopted=AdoptedEntries(place, generation, self.adopted))
+        self.bench = attached(self.manager, one, len(KEYS[0]), self.groups)
         config = OffloadingKVEventsConfig(True, self.self_describing)
         self.tracker = OffloadingEventsTracker(config)
 
