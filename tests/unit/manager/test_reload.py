@@ -169,15 +169,6 @@ def test_the_queue_is_served_in_its_order_and_ties_by_arrival() -> None:
     assert rig.turn() == ["fetch 40", "fetch 10", "fetch 11"]
 
 
-def test_a_request_that_left_the_line_is_skipped() -> None:
-    rig = ReloadRig(queue=1, pool=range(10))
-    for name, number in (("a", 0), ("b", 1), ("c", 2)):
-        rig.queued(name, number)
-    assert rig.turn() == ["fetch 0"]
-    assert rig.left("b", "a") == ["cancel 0"]
-    assert rig.turn() == ["fetch 2"]
-
-
 def test_two_requests_share_a_prefix_until_the_last_has_left() -> None:
     rig = ReloadRig(reload=3, queue=3, pool=range(10))
     rig.preempted("a", 0, 1, 2)
@@ -192,17 +183,6 @@ def test_two_requests_share_a_prefix_until_the_last_has_left() -> None:
     rig.check_idle()
 
 
-def test_a_request_preempted_during_its_load_starts_over() -> None:
-    rig = ReloadRig(pool=range(3))
-    rig.preempted("a", *range(3))
-    assert len(rig.turn()) == 3
-    rig.arrived(0, 1)
-    assert rig.left("a") == ["drop 0", "drop 1", "cancel 2"]  # its load was planned
-    rig.preempted("a", *range(3))
-    assert rig.turn() == ["hold 0", "hold 1", "fetch 2"]
-    assert len(rig.core.reload) == 1
-
-
 def test_a_request_preempted_again_before_it_ran_wants_its_current_chunks() -> None:
     rig = ReloadRig(pool=range(6))
     rig.preempted("a", *range(2))
@@ -212,14 +192,6 @@ def test_a_request_preempted_again_before_it_ran_wants_its_current_chunks() -> N
     assert rig.held() == []
     assert rig.turn() == ["hold 0", "hold 1", "fetch 2"]
     assert len(rig.left("a")) == 3
-
-
-def test_a_queued_request_that_ran_and_was_preempted_is_one_request() -> None:
-    rig = ReloadRig(pool=range(3))
-    rig.queued("a", *range(2))
-    rig.preempted("a", *range(3))  # before any turn
-    assert rig.turn() == ["fetch 0", "fetch 1", "fetch 2"]
-    assert rig.core.gauges()["held_cache_slots", "queue"] == 0
 
 
 def test_aborts_before_and_between_turns_leave_nothing() -> None:
@@ -336,14 +308,6 @@ def test_victims_past_their_patience_are_served_in_order_of_preemption() -> None
     assert len(rig.core.reload) == 2, "a request without a full chunk is not followed"
 
 
-def test_a_budget_smaller_than_a_request_is_spent_on_its_head() -> None:
-    rig = ReloadRig(reload=2, cached=range(5))
-    rig.preempted("a", *range(5))
-    assert rig.turn() == ["hold 0", "hold 1"]
-    assert rig.turn() == []
-    assert rig.left("a") == ["drop 0", "drop 1"]
-
-
 def test_one_budget_can_be_off_while_the_other_is_on() -> None:
     rig = ReloadRig(reload=0, queue=1, pool=range(3))
     rig.queued("b", 0)
@@ -408,12 +372,6 @@ def test_looking_again_at_old_victims_leaves_looks_for_new_ones() -> None:
     assert log == ["hold 9000"]
 
 
-def test_a_single_victim_may_use_all_looks_of_a_turn() -> None:
-    rig = ReloadRig(reload=300, pool=range(200))
-    rig.preempted("a", *range(200))
-    assert len(rig.turn()) == 200
-
-
 # -- changing GPU memory, probes, resets and other requests ---------------------------
 
 
@@ -452,16 +410,6 @@ def test_a_victim_behind_the_head_is_fetched_for_when_its_blocks_are_overwritten
         rig.now_s = float(second)
         log += rig.turn()
     assert log == ["fetch 2", "fetch 3"]
-
-
-def test_look_ups_of_other_and_unfollowed_requests_change_nothing() -> None:
-    rig = ReloadRig(pool=range(2))
-    rig.queued("a", *range(2))
-    rig.core.reload.looked_up("b", 0)
-    rig.core.reload.looked_up("a", 0)
-    assert rig.turn() == ["fetch 0", "fetch 1"]
-    rig.core.reload.looked_up("a", 0)
-    assert rig.turn() == []
 
 
 def test_a_request_looked_up_again_keeps_its_place_in_the_queue() -> None:
