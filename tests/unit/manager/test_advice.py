@@ -271,10 +271,7 @@ def test_what_is_unknown_is_counted_and_the_request_is_served() -> None:
     ("params", "helpers", "counted"),
     [
         (None, None, {}),
-        ({"do_remote_decode": True}, None, {}),
-        ({"nvmeof": {"helpers": ["d1:7000"]}}, 0b10, {"known": 1}),
         ({"nvmeof": {"helpers": ["d9:1", "d0:7000"]}}, 0b01, {"known": 1, "unknown": 1}),
-        ({"nvmeof": {"helpers": []}}, 0, {}),
         ({"nvmeof": {"helpers": "d0:7000"}}, None, {"malformed": 1}),
     ],
 )
