@@ -18,11 +18,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import (
     OffloadingConnectorMetadata,
 )
 
-from tests.unit.manager.bench import GROUPS, KEY_BYTES, TAG, Bench, Core, hello, key, keys_of
+from tests.unit.manager.bench import GROUPS, KEY_BYTES, TAG, attached, hello, key, keys_of
 from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.protocol import ResetCommand
-from vllm_nvmeof_offload.vllm_adapter import manager as face
 from vllm_nvmeof_offload.vllm_adapter import new_weights
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 from vllm_nvmeof_offload.vllm_adapter.new_weights import NAME_WEIGHTS, PausedTiers
@@ -36,12 +35,8 @@ class Connector:
 
     def __init__(self, config: CoreConfig) -> None:
         self.manager = NVMeoFOffloadingManager(config)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(face, "ManagerCore", Core)
-            self.manager.attach([hello(0, 4, 8, (), keyspace="k" * 32)], KEY_BYTES, GROUPS)
-        self.bench = Bench()
-        assert isinstance(self.manager.core, Core)
-        self.bench.core = self.manager.core
+        one = hello(0, 4, 8, (), keyspace="k" * 32)
+        self.bench = attached(self.manager, one, KEY_BYTES, GROUPS)
         self.bench.store(1)
         self.bench.write_all()
         self.paused = PausedTiers(self.manager)

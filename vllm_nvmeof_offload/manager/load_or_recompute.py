@@ -133,7 +133,7 @@ class Admission:
     ) -> Decision:
         """Decide whether to read these bytes, after the queued ones, or to compute the tokens,
         which follow `before` others."""
-        if not self.automatic or not self.prefill_rate or not any(read_bytes):
+        if not self.prefill_rate or not any(read_bytes):
             return Decision(load=True)
         compute_s = self.compute_s(tokens, before)
         predicted_s = self._bytes_s(read_bytes, queued_bytes)

@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pytest
 
 from vllm_nvmeof_offload.errors import Outcome, code_of
 from vllm_nvmeof_offload.groups import Group, GroupKind
@@ -26,9 +27,13 @@ from vllm_nvmeof_offload.protocol import (
     place_of,
 )
 
+if TYPE_CHECKING:
+    from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
+
 #: (pool slot of the only target, generation, number of the key).
 Entries = Sequence[tuple[int, int, int]]
 KEY_BYTES = 12
+SLOT_BYTES = 8192
 DAY_S = 86_400.0
 GROUPS = (Group(0, GroupKind.FULL, 1),)
 
@@ -89,14 +94,13 @@ def hello(rank: int, cache: int, pool: int, entries: Entries, **changes: object)
         np.array([e[1] for e in entries], np.uint64),
         b"".join(key(e[2]) for e in entries),
     )
-    shape = {"engine_index": 0, "keyspace": "k", "target_count": 1, "tag": TAG, **changes}
+    shape = {"engine_index": 0, "keyspace": "k", "target_count": 1, "tag": TAG}
     return RankHello(
         rank=rank,
         cache_slots=cache,
         pool_slots=pool,
-        slot_bytes=8192,
         adopted=adopted,
-        **shape,  # type: ignore[arg-type]
+        **{**shape, "slot_bytes": SLOT_BYTES, **changes},  # type: ignore[arg-type]
     )
 
 
@@ -141,6 +145,7 @@ class Bench:
         ranks: int = 1,
         targets: int = 1,
         tokens_per_chunk: int = 1,
+        slot_bytes: int = SLOT_BYTES,
         foreign: Foreign | None = None,
         entries: Entries = (),
         sessions: bytes = b"",
@@ -153,7 +158,7 @@ class Bench:
         self.ranks = ranks
         #: Seconds in which the model has computed prompts.
         self.prompts_s = 0.0
-        more = {"target_count": targets, "sessions": sessions}
+        more = {"target_count": targets, "slot_bytes": slot_bytes, "sessions": sessions}
         agreement = agree([hello(r, cache, pool, entries, **more) for r in range(ranks)])
         assert agreement.notes == ()
         groups = (Group(0, GroupKind.FULL, tokens_per_chunk),)
@@ -224,3 +229,14 @@ class Bench:
 
     def hits(self, numbers: Iterable[int]) -> list[int]:
         return [n for n in numbers if self.source(n) is not None]
+
+
+def attached(manager: NVMeoFOffloadingManager, one: RankHello, *more: Any) -> Bench:
+    """A bench that drives the core that the manager makes with this hello. more: of `attach`."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vllm_nvmeof_offload.vllm_adapter.manager.ManagerCore", Core)
+        manager.attach([one], *more)
+    assert isinstance(manager.core, Core)
+    bench = Bench()
+    bench.core = manager.core
+    return bench

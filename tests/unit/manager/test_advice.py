@@ -18,10 +18,9 @@ from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.manager.core import CoreConfig, Source
 from vllm_nvmeof_offload.manager.look_up import Answer, Question, Queue
 from vllm_nvmeof_offload.pool.format import client_of
-from vllm_nvmeof_offload.vllm_adapter import manager as face
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
-from .bench import KEY_BYTES, Bench, Core, hello, key, keys_of
+from .bench import KEY_BYTES, attached, hello, key, keys_of
 
 CHUNK = 16
 GROUPS = (Group(0, GroupKind.FULL, CHUNK),)
@@ -39,18 +38,13 @@ class Server:
         self.numbers: dict[str, tuple[int, ...]] = {}
         config = CoreConfig(credit_share=2.0, peers=("d0:7000", "d1:7000"), **more)
         self.manager = NVMeoFOffloadingManager(config)
-        self.bench = Bench()
         queue = Queue(
             lambda request: [keys_of(*self.numbers[request])],
             lambda *_: [],
             lambda *_: False,
             GROUPS,
         )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(face, "ManagerCore", Core)
-            self.manager.attach([hello(0, 4, 8, ())], KEY_BYTES, GROUPS, queue)
-        assert isinstance(self.manager.core, Core)
-        self.bench.core = self.manager.core
+        self.bench = attached(self.manager, hello(0, 4, 8, ()), KEY_BYTES, GROUPS, queue)
 
     def arrives(
         self,
@@ -277,10 +271,7 @@ def test_what_is_unknown_is_counted_and_the_request_is_served() -> None:
     ("params", "helpers", "counted"),
     [
         (None, None, {}),
-        ({"do_remote_decode": True}, None, {}),
-        ({"nvmeof": {"helpers": ["d1:7000"]}}, 0b10, {"known": 1}),
         ({"nvmeof": {"helpers": ["d9:1", "d0:7000"]}}, 0b01, {"known": 1, "unknown": 1}),
-        ({"nvmeof": {"helpers": []}}, 0, {}),
         ({"nvmeof": {"helpers": "d0:7000"}}, None, {"malformed": 1}),
     ],
 )

@@ -5,14 +5,12 @@ simulator's (tests/sim)."""
 from __future__ import annotations
 
 import errno
-import mmap
 import random
 import subprocess
 import sys
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -39,6 +37,7 @@ from vllm_nvmeof_offload.protocol import (
 )
 
 from .bench import KEY_BYTES, TAG, Bench, hello, key, keys_of, numbers_of, release, report
+from .test_entry_memory import resident_bytes
 
 # -- stores and loads -----------------------------------------------------------------
 
@@ -545,10 +544,6 @@ def test_the_write_order_does_not_grow_with_what_has_left_it() -> None:
     assert tiers.lookup(key(1)) == 1
     assert tiers.backlog == len(tiers) == 8
     assert resident_bytes() - before < 2 << 20, "16 bytes a chunk were 6 MiB"
-
-
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
 
 
 # -- write_policy: on eviction, or off ------------------------------------------------

@@ -8,6 +8,7 @@ import errno
 from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, Outcome, io_error
 from vllm_nvmeof_offload.manager.core import Source
 from vllm_nvmeof_offload.manager.handshake import WritePolicy
+from vllm_nvmeof_offload.manager.hold_and_prefetch import InGpu, Order
 from vllm_nvmeof_offload.protocol import (
     CancelCommand,
     Command,
@@ -18,9 +19,12 @@ from vllm_nvmeof_offload.protocol import (
 )
 
 from .bench import Bench, key, keys_of, numbers_of, release
-from .test_reload import not_in_gpu
 
 SHARES = {"reload_cache_share": 0.5, "prefetch_cache_share": 0.5}
+
+
+def not_in_gpu(_chunk: int) -> bool:
+    return False
 
 
 class HoldsBench(Bench):
@@ -46,11 +50,13 @@ class HoldsBench(Bench):
         ]
         self.in_both_tiers(*new)
 
-    def preempted(self, name: str, *numbers: int) -> None:
-        self.core.reload.follow(name, keys_of(*numbers), not_in_gpu)
+    def preempted(self, name: str, *numbers: int, in_gpu: InGpu = not_in_gpu) -> None:
+        self.core.reload.follow(name, keys_of(*numbers), in_gpu)
 
-    def queued(self, name: str, *numbers: int) -> None:
-        self.core.reload.follow(name, keys_of(*numbers), not_in_gpu, ())
+    def queued(
+        self, name: str, *numbers: int, order: Order = (), in_gpu: InGpu = not_in_gpu
+    ) -> None:
+        self.core.reload.follow(name, keys_of(*numbers), in_gpu, order)
 
     def fetches(self) -> list[FetchCommand]:
         """The fetches of one step, a command for each reason."""
@@ -125,9 +131,13 @@ def test_cached_chunks_of_a_victim_are_not_evicted_until_it_runs() -> None:
 def test_an_eighth_of_the_slots_stays_evictable() -> None:
     bench = HoldsBench(cache=16, reload_cache_share=1.0)
     bench.in_both_tiers(*range(16))
+    load = bench.load(14, 15)
     bench.preempted("a", *range(16))
     bench.fetches()
-    assert bench.held() == list(range(14))
+    assert bench.held() == list(range(12))
+    bench.done(load.op)
+    bench.fetches()
+    assert bench.held() == list(range(14)), "tried again once there is room"
     assert bench.core.prepare_store(keys_of(200, 201, 202)).refused == keys_of(202)
     bench.core.reload.left("a")
 

@@ -36,10 +36,9 @@ from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.ledger import State
 from vllm_nvmeof_offload.protocol import AdoptedEntries, place_of
-from vllm_nvmeof_offload.vllm_adapter import manager as face
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
 
-from .bench import GROUPS, Bench, Core, hello, report
+from .bench import GROUPS, attached, hello, report
 
 #: The defaults since 2026-09-11, and those that also list vLLM's own medium.
 WITHOUT_STORAGE = {"gpu": 1.0, "cpu": 0.8, "shared_storage": 0.4, "object_store": 0.2}
@@ -189,17 +188,12 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.manager = NVMeoFOffloadingManager(CoreConfig(kv_events=True))
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(face, "ManagerCore", Core)
-            groups = tuple(RankGroup(group, 1024) for group in self.groups)
-            one = hello(0, self.cache_slots, 8, (), remote=self.remote, groups=groups)
-            if self.adopted is not None:
-                place, generation = np.array([place_of(0, 0)], np.int64), np.ones(1, np.uint64)
-                one = replace(one, adopted=AdoptedEntries(place, generation, self.adopted))
-            self.manager.attach([one], len(KEYS[0]), self.groups)
-        self.bench = Bench()
-        assert isinstance(self.manager.core, Core)
-        self.bench.core = self.manager.core
+        groups = tuple(RankGroup(group, 1024) for group in self.groups)
+        one = hello(0, self.cache_slots, 8, (), remote=self.remote, groups=groups)
+        if self.adopted is not None:
+            place, generation = np.array([place_of(0, 0)], np.int64), np.ones(1, np.uint64)
+            one = replace(one, adopted=AdoptedEntries(place, generation, self.adopted))
+        self.bench = attached(self.manager, one, len(KEYS[0]), self.groups)
         config = OffloadingKVEventsConfig(True, self.self_describing)
         self.tracker = OffloadingEventsTracker(config)
 
@@ -314,13 +308,12 @@ def test_a_block_of_two_chunks_is_in_a_tier_until_both_have_left() -> None:
 
 @dataclass
 class Consumer:
-    """A consumer of events; with `counts`, a block is there until removed as often as stored.
+    """A consumer of events, to which a block is there until removed as often as stored.
 
     A block is known by its medium, group and hash. A removal of what is not there is ignored: a
     reset may remove a chunk whose arrival was not published yet.
     """
 
-    counts: bool
     _stores: Counter[tuple[str, int, Any]] = field(default_factory=Counter)
 
     @property
@@ -330,22 +323,8 @@ class Consumer:
     def apply(self, event: dict[str, Any]) -> None:
         for one in event["block_hashes"]:
             block = event["medium"], event["group_idx"], one
-            if not self.counts:
-                self._stores[block] = int(event["type"] == "BlockStored")
-            elif event["type"] == "BlockStored" or self._stores[block]:
+            if event["type"] == "BlockStored" or self._stores[block]:
                 self._stores[block] += 1 if event["type"] == "BlockStored" else -1
-
-
-@dataclass
-class Both:
-    """The two kinds of consumers, with the same events."""
-
-    counting: Consumer = field(default_factory=lambda: Consumer(counts=True))
-    naive: Consumer = field(default_factory=lambda: Consumer(counts=False))
-
-    def apply(self, event: dict[str, Any]) -> None:
-        self.counting.apply(event)
-        self.naive.apply(event)
 
 
 class Life:
@@ -358,7 +337,7 @@ class Life:
     def __init__(self, seed: int, blocks: int) -> None:
         self._random, self._blocks = random.Random(seed), blocks
         groups = Group(0, GroupKind.FULL, CHUNK), Group(1, GroupKind.WINDOW, CHUNK, 1, 1, CHUNK)
-        self.engine = Engine(True, cache_slots=4, router=Both(), groups=groups)
+        self.engine = Engine(True, cache_slots=4, router=Consumer(), groups=groups)
         self._hashes: dict[bytes, list[bytes]] = {}
 
     def step(self) -> None:
@@ -412,29 +391,24 @@ class Life:
 
 @pytest.mark.parametrize("steps", [1, 5])
 @pytest.mark.parametrize("blocks", [1, 2, 3])
-def test_a_consumer_must_count_if_chunks_have_several_blocks(blocks: int, steps: int) -> None:
-    """One that counts always has the index's blocks. One that does not has them only if no block
-    is in two chunks of a group; else it lacks blocks, and has none that the index lacks."""
-    lacked, removed = 0, 0
+def test_a_consumer_that_counts_has_the_blocks_of_the_index(blocks: int, steps: int) -> None:
+    removed = 0
     for seed in range(12):
         life = Life(seed, blocks)
         for _ in range(150 // steps):
-            before = life.engine.router.counting.blocks
+            before = life.engine.router.blocks
             for _ in range(steps):
                 life.step()
             life.engine.published()
-            index, both = life.index(), life.engine.router
-            assert both.counting.blocks == index
-            assert both.naive.blocks <= index
-            lacked += len(index - both.naive.blocks)
+            index = life.index()
+            assert life.engine.router.blocks == index
             removed += len(before - index)
     assert removed > 300, "blocks leave the tiers"
-    assert (lacked == 0) == (blocks == 1)
 
 
 def test_a_removed_chunk_that_was_adopted_takes_its_shared_blocks_along() -> None:
     """vLLM announces an adopted chunk by its last block, and removes all that it knows by then."""
-    engine = Engine(True, router=Consumer(counts=True), adopted=KEYS[0])
+    engine = Engine(True, router=Consumer(), adopted=KEYS[0])
     engine.published()
     assert {block for _, _, block in engine.router.blocks} == {maybe_convert_block_hash(HASHES[1])}
     engine.tracker.record_lookup(REQUEST, GROUP, 0, KEYS[0])  # a request finds it

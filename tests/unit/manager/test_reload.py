@@ -1,266 +1,146 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ReloadScheduler's commands for recorded events, over fake holds that log each call, and the
-tokens that resumed requests get back."""
+"""What the ReloadScheduler holds and fetches in the real core, and the tokens that resumed requests
+get back."""
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from vllm_nvmeof_offload.manager.handshake import Capacity, CoreConfig
-from vllm_nvmeof_offload.manager.hold_and_prefetch import Reason, ReloadScheduler
+from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH
+from vllm_nvmeof_offload.manager import core as manager_core
+from vllm_nvmeof_offload.manager.handshake import WritePolicy
 from vllm_nvmeof_offload.manager.requests import ResumeCounter
 from vllm_nvmeof_offload.metrics import Counts
+from vllm_nvmeof_offload.native import Holds, Wanted
+from vllm_nvmeof_offload.protocol import CancelCommand
 
-from .bench import keys_of
+from .bench import keys_of, numbers_of
+from .test_holds import HoldsBench
 
-#: Where a chunk is, as `FakeHolds.source` answers; 0: nowhere.
-CPU, POOL = 1, 2
-
-
-class FakeWanted:
-    """A request's chunks. taken: those that it has asked to hold, and which hold of each it was."""
-
-    def __init__(self, keys: Sequence[bytes]) -> None:
-        self.keys = keys
-        self.taken: dict[bytes, int] = {}
+CACHE_SLOTS = 1 << 14
 
 
-class FakeHolds:
-    """Holds that log each call; a fetch is in flight until the test ends it."""
+class CountingHolds(Holds):
+    """looks: how many chunks were looked up."""
 
-    def __init__(self) -> None:
-        self.fetching = 0
-        self.counts = dict.fromkeys(Reason, 0)
-        self.wanters: Counter[bytes] = Counter()
-        self.times: Counter[bytes] = Counter()  # how often it was held
-        self.where: dict[bytes, int] = {}
-        self.kept: dict[bytes, Reason] = {}
-        self.under_way: set[bytes] = set()
-        self.room = 1 << 30
-        self.looks = 0
-        self._log: list[str] = []
-
-    def put(self, source: int, numbers: Iterable[int]) -> None:
-        for key in keys_of(*numbers):
-            self.where.pop(key, None)
-            if source:
-                self.where[key] = source
-
-    def did(self) -> list[str]:
-        """Calls since the last call of `did`."""
-        log, self._log = self._log, []
-        return log
-
-    def held(self, reason: Reason) -> int:
-        return self.counts[reason]
-
-    def wanted(self, _tiers: None, keys: Sequence[bytes]) -> FakeWanted:
-        return FakeWanted(keys)
+    looks = 0
 
     def advance(
-        self,
-        wanted: FakeWanted,
-        start: int,
-        stop: int,
-        local: int,
-        looks: int,
-        reason: Reason,
-        held_max: int,
-        fetching_max: int,
+        self, wanted: Wanted, start: int, stop: int, local: int, looks: int, *limits: int
     ) -> tuple[int, int, int, int]:
-        first = last = -1
-        for chunk in range(start, stop):
-            if not looks:
-                return chunk, looks, first, last
-            looks -= 1
-            key = wanted.keys[chunk]
-            source = self.source(key)
-            if source != CPU and chunk < local:
-                first, last = chunk if first < 0 else first, chunk
-            elif not source:
-                return len(wanted.keys), looks, first, last
-            elif not self._take(wanted, key, source, reason, held_max, fetching_max):
-                return chunk, looks, first, last
-        return stop, looks, first, last
+        done = super().advance(wanted, start, stop, local, looks, *limits)
+        self.looks += looks - done[1]
+        return done
 
-    def _take(
+
+class ReloadRig(HoldsBench):
+    """reload, queue: budgets in cache slots. pool, cached: the chunks that only this tier has."""
+
+    def __init__(
         self,
-        wanted: FakeWanted,
-        key: bytes,
-        source: int,
-        reason: Reason,
-        held_max: int,
-        fetching_max: int,
-    ) -> bool:
-        if key in wanted.taken:
-            return True
-        if key not in self.kept:
-            if source == CPU and reason is Reason.QUEUE:
-                return True
-            if self.counts[reason] >= held_max:
-                return False
-            if source == CPU:
-                taken = self.hold(key, reason)
-            else:
-                taken = self.fetching < fetching_max and self.fetch(key, reason)
-            if not taken:
-                return False
-        self.wanters[key] += 1
-        wanted.taken[key] = self.times[key]
-        return True
-
-    def leave(self, wanted: FakeWanted) -> list[tuple[int, int]]:
-        for key, time in wanted.taken.items():
-            if key in self.kept and self.times[key] == time:
-                self.wanters[key] -= 1
-                if not self.wanters[key]:
-                    self.drop(key)
-        wanted.taken.clear()
-        return []  # `drop` has logged the cancelled fetches
-
-    def probe(self, _tiers: None, key: bytes) -> None:
-        if key not in self.kept and self.source(key) == POOL:
-            self.fetch(key, Reason.PROBE)
-
-    def source(self, key: bytes) -> int:
-        self.looks += 1
-        return self.where.get(key, 0)
-
-    def hold(self, key: bytes, reason: Reason) -> bool:
-        assert self.where[key] is CPU and key not in self.kept
-        return self._keep("hold", key, reason)
-
-    def fetch(self, key: bytes, reason: Reason) -> bool:
-        assert self.where[key] is POOL and key not in self.kept
-        if not self._keep("fetch", key, reason):
-            return False
-        self.where[key] = CPU
-        self.under_way.add(key)
-        self.fetching += 1
-        return True
-
-    def drop(self, key: bytes) -> None:
-        if key not in self.kept:
-            return
-        verb = "cancel" if key in self.under_way else "drop"
-        self._log.append(f"{verb} {int(key[:8])}")
-        if verb == "cancel":
-            self.where[key] = POOL
-        self.lose(key)
-
-    def ended(self, *numbers: int) -> None:
-        """End these fetches with their chunks in the cache."""
-        for key in keys_of(*numbers):
-            self.under_way.remove(key)
-            self.fetching -= 1
-            if self.kept[key] is Reason.PROBE:
-                self.lose(key)
-
-    def lose(self, key: bytes) -> None:
-        """Stop holding the chunk."""
-        self.counts[self.kept.pop(key)] -= 1
-        del self.wanters[key]
-        if key in self.under_way:
-            self.under_way.remove(key)
-            self.fetching -= 1
-
-    def _keep(self, verb: str, key: bytes, reason: Reason) -> bool:
-        if len(self.kept) >= self.room:
-            return False
-        self.kept[key] = reason
-        self.times[key] += 1
-        self.counts[reason] += 1
-        self._log.append(f"{verb} {int(key[:8])}")
-        return True
-
-
-def not_in_gpu(_chunk: int) -> bool:
-    return False
-
-
-class ReloadRig:
-    """A scheduler over fake holds, with a clock; budgets in cache slots."""
-
-    def __init__(self, reload: int = 16, queue: int = 16, slot_bytes: int = 1 << 20) -> None:
-        self.now_s = 0.0
-        self.holds = FakeHolds()
-        config = CoreConfig(reload_cache_share=reload / 1024, prefetch_cache_share=queue / 1024)
-        self.scheduler = ReloadScheduler(
-            config,
-            Capacity(1024, (0,), slot_bytes, (slot_bytes,)),
-            None,  # type: ignore[arg-type]
-            self.holds,  # type: ignore[arg-type]
-            lambda fetch, rows: None,
-            lambda: self.now_s,
-        )
-
-    def preempted(
-        self, name: str, numbers: Iterable[int], in_gpu: Callable[[int], bool] = not_in_gpu
+        reload: int = 16,
+        queue: int = 16,
+        slot_bytes: int = 1 << 20,
+        pool: Sequence[int] = (),
+        cached: Sequence[int] = (),
     ) -> None:
-        self.scheduler.follow(name, keys_of(*numbers), in_gpu)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(manager_core, "Holds", CountingHolds)
+            super().__init__(
+                CACHE_SLOTS,
+                max(1, len(pool)),
+                slot_bytes=slot_bytes,
+                entries=[(slot, 1, number) for slot, number in enumerate(pool)],
+                write_policy=WritePolicy.OFF,
+                reload_cache_share=reload / CACHE_SLOTS,
+                prefetch_cache_share=queue / CACHE_SLOTS,
+            )
+        self._rows: dict[int, tuple[int, int]] = {}  # chunk → op and row of its fetch
+        if cached:
+            self.store(*cached)
 
-    def queued(self, name: str, numbers: Iterable[int], order: tuple[float, ...] = ()) -> None:
-        self.scheduler.follow(name, keys_of(*numbers), not_in_gpu, order)
+    @property
+    def looks(self) -> int:
+        return self.core._holds.looks  # type: ignore[attr-defined,no-any-return]
 
     def turn(self) -> list[str]:
-        self.scheduler.turn()
-        return self.holds.did()
+        """What a step holds and fetches."""
+        before, fetched = self.held(), list[int]()
+        for fetch in self.fetches():
+            numbers = numbers_of(fetch.batch.keys)
+            self._rows.update({number: (fetch.op, row) for row, number in enumerate(numbers)})
+            fetched += numbers
+        held = sorted({*self.held()} - {*before, *fetched})
+        return [f"hold {number}" for number in held] + [f"fetch {number}" for number in fetched]
 
     def left(self, *names: str) -> list[str]:
+        """What requests that leave drop and cancel; the ranks report the cancelled reads."""
+        log = []
         for name in names:
-            self.scheduler.left(name)
-        return self.holds.did()
+            before = self.held()
+            self.core.reload.left(name)
+            gone = sorted({*before} - {*self.held()})
+            cancelled = set()
+            for command in self.core.take_commands():
+                assert isinstance(command, CancelCommand) and command.indexes is not None
+                cancelled |= {(command.target_op, row) for row in command.indexes.tolist()}
+            for number in gone:
+                is_cancelled = self._rows.get(number) in cancelled
+                log.append(f"{'cancel' if is_cancelled else 'drop'} {number}")
+            for op, row in cancelled:
+                self.report(op, (row, CANCELLED), rows=[row])
+        return log
+
+    def arrived(self, *numbers: int) -> None:
+        """End the fetches of these chunks."""
+        for op, row in map(self._rows.__getitem__, numbers):
+            self.report(op, rows=[row])
+
+    def failed(self, number: int) -> None:
+        op, row = self._rows[number]
+        self.report(op, (row, CHECKSUM_MISMATCH), rows=[row])
 
 
 def test_a_victims_cached_chunks_are_held_and_the_others_fetched_in_prefix_order() -> None:
-    rig = ReloadRig()
-    rig.holds.put(CPU, [0, 1])
-    rig.holds.put(POOL, [2, 3])
-    rig.preempted("a", range(4))
+    rig = ReloadRig(pool=[2, 3], cached=[0, 1])
+    rig.preempted("a", *range(4))
     assert rig.turn() == ["hold 0", "hold 1", "fetch 2", "fetch 3"]
     assert rig.turn() == [], "done once"
-    rig.holds.ended(2)
+    rig.arrived(2)
     assert rig.left("a") == ["drop 0", "drop 1", "drop 2", "cancel 3"]
-    assert (len(rig.scheduler), rig.left("a")) == (0, [])
+    assert (len(rig.core.reload), rig.left("a")) == (0, [])
 
 
 def test_chunks_after_a_missing_one_are_not_fetched() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, [0, 2, 3])
-    rig.preempted("a", range(4))
+    rig = ReloadRig(pool=[0, 2, 3])
+    rig.preempted("a", *range(4))
     assert rig.turn() == ["fetch 0"]
 
 
 def test_chunks_in_gpu_memory_are_not_fetched_but_held_if_the_cpu_tier_has_them() -> None:
-    rig = ReloadRig()
-    rig.holds.put(CPU, [0])
-    rig.holds.put(POOL, [1, 2])
-    rig.preempted("a", range(3), lambda chunk: chunk < 2)
+    rig = ReloadRig(pool=[1, 2], cached=[0])
+    rig.preempted("a", *range(3), in_gpu=lambda chunk: chunk < 2)
     assert rig.turn() == ["hold 0", "fetch 2"]
 
 
 def test_chunks_of_a_new_request_are_fetched_and_its_cached_ones_are_not_held() -> None:
-    rig = ReloadRig()
-    rig.holds.put(CPU, [0])
-    rig.holds.put(POOL, [1])
-    rig.queued("a", range(2))
+    rig = ReloadRig(pool=[1], cached=[0])
+    rig.queued("a", *range(2))
     assert rig.turn() == ["fetch 1"]
     assert rig.left("a") == ["cancel 1"]
 
 
 def test_of_many_preempted_the_shortest_remaining_is_first_and_the_queue_last() -> None:
-    rig = ReloadRig(reload=6)
-    rig.holds.put(POOL, range(100))
-    rig.queued("new", [50, 51])
-    rig.preempted("long", range(10, 14))
-    rig.preempted("short", [20])
-    rig.preempted("middle", [30, 31])
+    rig = ReloadRig(reload=6, pool=range(100))
+    rig.queued("new", 50, 51)
+    rig.preempted("long", *range(10, 14))
+    rig.preempted("short", 20)
+    rig.preempted("middle", 30, 31)
     assert rig.turn() == [
         *("fetch 20", "fetch 30", "fetch 31", "fetch 10", "fetch 11", "fetch 12"),
         *("fetch 50", "fetch 51"),
@@ -268,97 +148,63 @@ def test_of_many_preempted_the_shortest_remaining_is_first_and_the_queue_last() 
 
 
 def test_remaining_chunks_decide_the_order_and_not_a_requests_length() -> None:
-    rig = ReloadRig(reload=6)
-    rig.holds.put(POOL, range(100))
-    rig.preempted("a", range(8))
+    rig = ReloadRig(reload=6, pool=range(100))
+    rig.preempted("a", *range(8))
     assert len(rig.turn()) == 6  # 2 remain
-    rig.preempted("b", [20, 21, 22])
-    rig.scheduler.follow("c", keys_of(30), not_in_gpu)
+    rig.preempted("b", 20, 21, 22)
+    rig.preempted("c", 30)
     assert rig.turn() == [], "the budget is spent"
     assert rig.left("a") == [f"cancel {n}" for n in range(6)]
     assert rig.turn() == ["fetch 30", "fetch 20", "fetch 21", "fetch 22"]
 
 
 def test_the_queue_is_served_in_its_order_and_ties_by_arrival() -> None:
-    rig = ReloadRig(queue=3)
-    rig.holds.put(POOL, range(100))
-    rig.queued("low", [10, 11], (1, 0.0))
-    rig.queued("high", [20, 21], (0, 5.0))
-    rig.queued("too", [30], (0, 5.0))
+    rig = ReloadRig(queue=3, pool=range(100))
+    rig.queued("low", 10, 11, order=(1, 0.0))
+    rig.queued("high", 20, 21, order=(0, 5.0))
+    rig.queued("too", 30, order=(0, 5.0))
     assert rig.turn() == ["fetch 20", "fetch 21", "fetch 30"]
     assert rig.left("too", "high") == ["cancel 30", "cancel 20", "cancel 21"]
-    rig.queued("first", [40], (-1, 9.0))
+    rig.queued("first", 40, order=(-1, 9.0))
     assert rig.turn() == ["fetch 40", "fetch 10", "fetch 11"]
 
 
-def test_a_request_that_left_the_line_is_skipped() -> None:
-    rig = ReloadRig(queue=1)
-    rig.holds.put(POOL, range(10))
-    for name, number in (("a", 0), ("b", 1), ("c", 2)):
-        rig.queued(name, [number])
-    assert rig.turn() == ["fetch 0"]
-    assert rig.left("b", "a") == ["cancel 0"]
-    assert rig.turn() == ["fetch 2"]
-
-
 def test_two_requests_share_a_prefix_until_the_last_has_left() -> None:
-    rig = ReloadRig(reload=3, queue=3)
-    rig.holds.put(POOL, range(10))
-    rig.preempted("a", [0, 1, 2])
-    rig.queued("b", [0, 1, 5])
+    rig = ReloadRig(reload=3, queue=3, pool=range(10))
+    rig.preempted("a", 0, 1, 2)
+    rig.queued("b", 0, 1, 5)
     assert rig.turn() == ["fetch 0", "fetch 1", "fetch 2", "fetch 5"]
-    assert rig.holds.counts[Reason.QUEUE] == 1, "shared chunks are on the victim's account"
+    assert rig.core.gauges()["held_cache_slots", "queue"] == 1, (
+        "shared chunks are on the victim's account"
+    )
     assert rig.left("a") == ["cancel 2"]
-    rig.holds.ended(0)
+    rig.arrived(0)
     assert rig.left("b") == ["drop 0", "cancel 1", "cancel 5"]
-    assert set(rig.holds.counts.values()) == {0}
-
-
-def test_a_request_preempted_during_its_load_starts_over() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, range(3))
-    rig.preempted("a", range(3))
-    assert len(rig.turn()) == 3
-    rig.holds.ended(0, 1)
-    assert rig.left("a") == ["drop 0", "drop 1", "cancel 2"]  # its load was planned
-    rig.preempted("a", range(3))
-    assert rig.turn() == ["hold 0", "hold 1", "fetch 2"]
-    assert len(rig.scheduler) == 1
+    rig.check_idle()
 
 
 def test_a_request_preempted_again_before_it_ran_wants_its_current_chunks() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, range(6))
-    rig.preempted("a", range(2))
+    rig = ReloadRig(pool=range(6))
+    rig.preempted("a", *range(2))
     assert rig.turn() == ["fetch 0", "fetch 1"]
-    rig.holds.ended(0, 1)
-    rig.preempted("a", range(3))
-    assert rig.holds.did() == ["drop 0", "drop 1"]
+    rig.arrived(0, 1)
+    rig.preempted("a", *range(3))
+    assert rig.held() == []
     assert rig.turn() == ["hold 0", "hold 1", "fetch 2"]
     assert len(rig.left("a")) == 3
 
 
-def test_a_queued_request_that_ran_and_was_preempted_is_one_request() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, range(3))
-    rig.queued("a", range(2))
-    rig.preempted("a", range(3))  # before any turn
-    assert rig.turn() == ["fetch 0", "fetch 1", "fetch 2"]
-    assert rig.holds.counts[Reason.QUEUE] == 0
-
-
 def test_aborts_before_and_between_turns_leave_nothing() -> None:
-    rig = ReloadRig(reload=2)
-    rig.holds.put(POOL, range(9))
-    rig.preempted("a", range(3))
+    rig = ReloadRig(reload=2, pool=range(9))
+    rig.preempted("a", *range(3))
     assert rig.left("a") == []
-    rig.preempted("b", range(3, 6))
+    rig.preempted("b", *range(3, 6))
     assert rig.turn() == ["fetch 3", "fetch 4"]
-    rig.preempted("c", range(6, 9))
+    rig.preempted("c", *range(6, 9))
     assert rig.left("c") == []
     assert rig.left("b") == ["cancel 3", "cancel 4"]
     assert rig.turn() == []
-    assert (rig.holds.kept, rig.holds.fetching, len(rig.scheduler)) == ({}, 0, 0)
+    rig.check_idle()
 
 
 # -- budgets, looks in one turn, fetches under way, and patience ----------------------
@@ -372,29 +218,28 @@ MIB = 1 << 20
 def test_ten_thousand_waiting_requests_cost_a_bounded_number_of_looks_per_turn() -> None:
     rig = ReloadRig()
     for number in range(10_000):
-        rig.queued(f"r{number}", range(3 * number, 3 * number + 3))
-    rig.preempted("v", range(100_000, 100_400), lambda _: True)
+        rig.queued(f"r{number}", *range(3 * number, 3 * number + 3))
+    rig.preempted("v", *range(100_000, 100_400), in_gpu=lambda _: True)
     looks = 0
-    while rig.holds.looks < 400 + 10_000:
+    while rig.looks < 400 + 10_000:
         rig.turn()
-        assert 0 < rig.holds.looks - looks <= LOOKS_MAX
-        looks = rig.holds.looks
+        assert 0 < rig.looks - looks <= LOOKS_MAX
+        looks = rig.looks
     assert rig.turn() == []
-    assert rig.holds.looks == looks, "everybody was looked at once: nothing was there"
+    assert rig.looks == looks, "everybody was looked at once: nothing was there"
 
 
 def test_gpu_memory_is_asked_a_bounded_number_of_times_per_turn() -> None:
-    rig = ReloadRig()
+    rig = ReloadRig(pool=range(1000))
     asked: list[int] = []
 
     def in_gpu(chunk: int) -> bool:
         asked.append(chunk)
         return chunk < 500
 
-    rig.holds.put(POOL, range(1000))
     for number in range(8):
-        rig.scheduler.follow(f"p{number}", keys_of(*range(1000)), in_gpu)
-    rig.scheduler.follow("q", keys_of(*range(1000)), in_gpu, ())
+        rig.preempted(f"p{number}", *range(1000), in_gpu=in_gpu)
+    rig.queued("q", *range(1000), in_gpu=in_gpu)
     fetched: list[str] = []
     turns = 0
     while not fetched:
@@ -405,153 +250,121 @@ def test_gpu_memory_is_asked_a_bounded_number_of_times_per_turn() -> None:
     assert turns <= 1 + 8 * 501 // 256
 
 
-class Keys(list[bytes]):
-    """A list that can be seen to be forgotten."""
-
-
 def test_requests_that_left_are_forgotten_behind_a_head_that_waits() -> None:
-    rig = ReloadRig(queue=1)
-    rig.holds.put(POOL, range(2))
-    rig.queued("head", [0, 1])
+    rig = ReloadRig(queue=1, pool=range(2))
+    rig.queued("head", 0, 1)
     kept = []
     for number in range(100):
-        keys = Keys(keys_of(100 + number))
-        kept.append(weakref.ref(keys))
-        rig.scheduler.follow(f"r{number}", keys, not_in_gpu, ())
-        del keys
+
+        def in_gpu(_chunk: int) -> bool:
+            return False
+
+        kept.append(weakref.ref(in_gpu))
+        rig.queued(f"r{number}", 100 + number, in_gpu=in_gpu)
+        del in_gpu
         rig.turn()
         rig.left(f"r{number}")
     rig.turn()
     assert sum(one() is not None for one in kept) <= 2
-    assert len(rig.scheduler) == 1
+    assert len(rig.core.reload) == 1
 
 
 def test_a_turn_without_progress_looks_at_few_chunks() -> None:
-    rig = ReloadRig(reload=1, queue=1)
-    rig.holds.put(POOL, range(4000))
+    rig = ReloadRig(reload=1, queue=1, pool=range(4000))
     for number in range(1000):
-        rig.queued(f"q{number}", [2 * number])
-        rig.preempted(f"p{number}", [2 * number + 1])
+        rig.queued(f"q{number}", 2 * number)
+        rig.preempted(f"p{number}", 2 * number + 1)
     rig.turn()
-    looks = rig.holds.looks
+    looks = rig.looks
     rig.turn()
-    assert rig.holds.looks - looks == 2
+    assert rig.looks - looks == 2
 
 
 def test_a_long_victim_gets_its_turn_during_a_stream_of_short_ones() -> None:
-    rig = ReloadRig(reload=4)
-    rig.holds.put(POOL, range(1000))
-    rig.preempted("s0", [100, 101])
-    rig.preempted("s1", [102, 103])
+    rig = ReloadRig(reload=4, pool=range(1000))
+    rig.preempted("s0", 100, 101)
+    rig.preempted("s1", 102, 103)
     assert len(rig.turn()) == 4
-    rig.preempted("long", range(6))
+    rig.preempted("long", *range(6))
     first_s = None
     for tick in range(12):
         rig.now_s = float(tick)
         rig.left(f"s{tick}")
-        rig.preempted(f"s{tick + 2}", [104 + 2 * tick, 105 + 2 * tick])
+        rig.preempted(f"s{tick + 2}", 104 + 2 * tick, 105 + 2 * tick)
         if "fetch 0" in rig.turn():
             first_s = rig.now_s
     assert first_s == PATIENCE_S
-    assert set(keys_of(0, 1, 2, 3)) <= set(rig.holds.kept)
+    assert {0, 1, 2, 3} <= set(rig.held())
 
 
 def test_victims_past_their_patience_are_served_in_order_of_preemption() -> None:
-    rig = ReloadRig(reload=2)
-    rig.holds.put(POOL, range(100))
-    rig.preempted("first", [10, 11, 12])
+    rig = ReloadRig(reload=2, pool=range(100))
+    rig.preempted("first", 10, 11, 12)
     rig.now_s = 1.0
-    rig.preempted("second", [20])
+    rig.preempted("second", 20)
     rig.now_s = 7.0
-    rig.preempted("third", [])
+    rig.preempted("third")
     assert rig.turn() == ["fetch 10", "fetch 11"]
-    assert len(rig.scheduler) == 2, "a request without a full chunk is not followed"
-
-
-def test_a_budget_smaller_than_a_request_is_spent_on_its_head() -> None:
-    rig = ReloadRig(reload=2)
-    rig.holds.put(CPU, range(5))
-    rig.preempted("a", range(5))
-    assert rig.turn() == ["hold 0", "hold 1"]
-    assert rig.turn() == []
-    assert rig.left("a") == ["drop 0", "drop 1"]
-
-
-def test_a_hold_or_fetch_without_room_is_tried_again() -> None:
-    rig = ReloadRig()
-    rig.holds.put(CPU, range(3))
-    rig.holds.room = 1
-    rig.preempted("a", range(3))
-    assert rig.turn() == ["hold 0"]
-    rig.holds.room = 9
-    assert rig.turn() == ["hold 1", "hold 2"]
+    assert len(rig.core.reload) == 2, "a request without a full chunk is not followed"
 
 
 def test_one_budget_can_be_off_while_the_other_is_on() -> None:
-    rig = ReloadRig(reload=0, queue=1)
-    rig.holds.put(POOL, range(3))
-    rig.queued("b", [0])
+    rig = ReloadRig(reload=0, queue=1, pool=range(3))
+    rig.queued("b", 0)
     assert rig.turn() == ["fetch 0"]
-    rig.preempted("b", [0])
-    assert (rig.holds.did(), len(rig.scheduler)) == (["cancel 0"], 0)
+    rig.preempted("b", 0)
+    assert (rig.held(), len(rig.core.reload)) == ([], 0)
 
 
 def test_without_a_budget_no_request_is_followed() -> None:
-    rig = ReloadRig(reload=0, queue=0)
-    rig.holds.put(POOL, range(3))
-    rig.preempted("a", range(3))
-    rig.queued("b", range(3))
-    assert (len(rig.scheduler), rig.turn(), rig.holds.looks) == (0, [], 0)
+    rig = ReloadRig(reload=0, queue=0, pool=range(3))
+    rig.preempted("a", *range(3))
+    rig.queued("b", *range(3))
+    assert (len(rig.core.reload), rig.turn(), rig.looks) == (0, [], 0)
 
 
 def test_fetches_under_way_are_bounded_by_bytes_and_at_least_four() -> None:
     for slot_bytes, fetches in ((64 * MIB, 4), (32 * MIB, 8), (1024 * MIB, 4)):
-        rig = ReloadRig(slot_bytes=slot_bytes)
-        rig.holds.put(POOL, range(16))
-        rig.queued("a", range(16))
+        rig = ReloadRig(slot_bytes=slot_bytes, pool=range(16))
+        rig.queued("a", *range(16))
         assert len(rig.turn()) == fetches
         assert rig.turn() == []
-        rig.holds.ended(0)
+        rig.arrived(0)
         assert rig.turn() == [f"fetch {fetches}"]
 
 
 def test_one_turn_fetches_all_bytes_that_may_be_under_way_with_chunks_of_64_kib_too() -> None:
     for slot_bytes in (64 << 10, 512 << 10):
-        rig = ReloadRig(queue=8192, slot_bytes=slot_bytes)
-        rig.holds.put(POOL, range(8192))
-        rig.queued("a", range(8192))
+        rig = ReloadRig(queue=8192, slot_bytes=slot_bytes, pool=range(8192))
+        rig.queued("a", *range(8192))
         assert len(rig.turn()) * slot_bytes == 256 * MIB
 
 
 def test_fetches_for_the_queue_do_not_delay_a_reload() -> None:
-    rig = ReloadRig(slot_bytes=64 * MIB)
-    rig.holds.put(POOL, range(16))
-    rig.queued("new", range(8))
+    rig = ReloadRig(slot_bytes=64 * MIB, pool=range(16))
+    rig.queued("new", *range(8))
     assert len(rig.turn()) == 4
-    rig.preempted("victim", [10, 11])
+    rig.preempted("victim", 10, 11)
     assert rig.turn() == ["fetch 10", "fetch 11"]
 
 
 def test_cached_chunks_of_many_victims_are_held_while_fetches_wait_for_each_other() -> None:
-    rig = ReloadRig(slot_bytes=64 * MIB)
-    rig.holds.put(POOL, range(10))
-    rig.holds.put(CPU, range(10, 22))
-    rig.preempted("pooled", range(10))
-    rig.preempted("cached", range(10, 22))
-    assert rig.turn()[8:] == [f"hold {n}" for n in range(10, 18)]
+    rig = ReloadRig(slot_bytes=64 * MIB, pool=range(10), cached=range(10, 22))
+    rig.preempted("pooled", *range(10))
+    rig.preempted("cached", *range(10, 22))
+    assert rig.turn()[:8] == [f"hold {n}" for n in range(10, 18)]
 
 
 def test_looking_again_at_old_victims_leaves_looks_for_new_ones() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, range(8000))
+    rig = ReloadRig(pool=range(8000))
     for name in range(3):
         first = 2000 * name
-        rig.preempted(f"old{name}", range(first, first + 2000), lambda _: True)
+        rig.preempted(f"old{name}", *range(first, first + 2000), in_gpu=lambda _: True)
     for tick in range(100):  # for 10 s, a step each 10 ms
         rig.now_s = 6.0 + 0.01 * tick
         rig.turn()
-    rig.holds.put(CPU, [9000])
-    rig.preempted("new", [9000])
+    rig.store(9000)
+    rig.preempted("new", 9000)
     log: list[str] = []
     for tick in range(300):
         rig.now_s = 7.0 + 0.01 * tick
@@ -559,47 +372,37 @@ def test_looking_again_at_old_victims_leaves_looks_for_new_ones() -> None:
     assert log == ["hold 9000"]
 
 
-def test_a_single_victim_may_use_all_looks_of_a_turn() -> None:
-    rig = ReloadRig(reload=300)
-    rig.holds.put(POOL, range(200))
-    rig.preempted("a", range(200))
-    assert len(rig.turn()) == 200
-
-
 # -- changing GPU memory, probes, resets and other requests ---------------------------
 
 
 def test_chunks_that_all_left_gpu_memory_are_fetched_after_the_next_look_up() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, range(4))
-    rig.preempted("a", range(4), lambda _: True)
+    rig = ReloadRig(pool=range(4))
+    rig.preempted("a", *range(4), in_gpu=lambda _: True)
     assert rig.turn() == []
-    rig.scheduler.looked_up("a", 4)
+    rig.core.reload.looked_up("a", 4)
     assert rig.turn() == [], "all of it is there still"
-    rig.scheduler.looked_up("a", 0)
+    rig.core.reload.looked_up("a", 0)
     assert rig.turn() == ["fetch 0", "fetch 1", "fetch 2", "fetch 3"]
-    looks = rig.holds.looks
-    rig.scheduler.looked_up("a", 0)
-    assert (rig.turn(), rig.holds.looks) == ([], looks), "once"
+    looks = rig.looks
+    rig.core.reload.looked_up("a", 0)
+    assert (rig.turn(), rig.looks) == ([], looks), "once"
 
 
 def test_chunks_of_a_tail_that_left_gpu_memory_are_fetched_after_the_next_look_up() -> None:
     """vLLM evicts a request's last blocks first: this is how it usually goes."""
-    rig = ReloadRig()
-    rig.holds.put(POOL, range(4))
-    rig.scheduler.follow("a", keys_of(*range(4)), lambda _: True, ())
+    rig = ReloadRig(pool=range(4))
+    rig.queued("a", *range(4), in_gpu=lambda _: True)
     assert rig.turn() == []
-    rig.scheduler.looked_up("a", 3)
+    rig.core.reload.looked_up("a", 3)
     assert rig.turn() == ["fetch 3"]
-    rig.scheduler.looked_up("a", 1)
+    rig.core.reload.looked_up("a", 1)
     assert rig.turn() == ["fetch 1", "fetch 2"]
 
 
 def test_a_victim_behind_the_head_is_fetched_for_when_its_blocks_are_overwritten() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, range(4))
+    rig = ReloadRig(pool=range(4))
     in_gpu = {0, 1, 2, 3}
-    rig.preempted("a", range(4), lambda chunk: chunk in in_gpu)
+    rig.preempted("a", *range(4), in_gpu=lambda chunk: chunk in in_gpu)
     assert rig.turn() == []
     in_gpu -= {2, 3}
     log: list[str] = []
@@ -609,104 +412,85 @@ def test_a_victim_behind_the_head_is_fetched_for_when_its_blocks_are_overwritten
     assert log == ["fetch 2", "fetch 3"]
 
 
-def test_look_ups_of_other_and_unfollowed_requests_change_nothing() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, range(2))
-    rig.queued("a", range(2))
-    rig.scheduler.looked_up("b", 0)
-    rig.scheduler.looked_up("a", 0)
-    assert rig.turn() == ["fetch 0", "fetch 1"]
-    rig.scheduler.looked_up("a", 0)
-    assert rig.turn() == []
-
-
 def test_a_request_looked_up_again_keeps_its_place_in_the_queue() -> None:
-    rig = ReloadRig(queue=1)
-    rig.holds.put(POOL, range(3))
-    rig.scheduler.follow("a", keys_of(0), lambda _: True, ())
+    rig = ReloadRig(queue=1, pool=range(3))
+    rig.queued("a", 0, in_gpu=lambda _: True)
     assert rig.turn() == []
-    rig.queued("b", [1])
-    rig.scheduler.looked_up("a", 0)
+    rig.queued("b", 1)
+    rig.core.reload.looked_up("a", 0)
     assert rig.turn() == ["fetch 0"]
 
 
 def test_reset_forgets_all_requests_and_later_victims_are_followed() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, range(4))
-    rig.preempted("a", [0, 1])
-    rig.queued("b", [2])
+    rig = ReloadRig(pool=range(4))
+    rig.preempted("a", 0, 1)
+    rig.queued("b", 2)
     rig.turn()
-    for key in list(rig.holds.kept):
-        rig.holds.lose(key)  # the real one releases everything that it holds
-    rig.scheduler.reset()
-    rig.holds.put(0, range(4))
-    assert (len(rig.scheduler), rig.turn(), rig.left("a", "b")) == (0, [], [])
-    rig.holds.put(CPU, [0])
-    rig.preempted("a", [0, 1])
+    rig.core.reset()
+    rig.core.take_commands()
+    assert (len(rig.core.reload), rig.turn(), rig.left("a", "b")) == (0, [], [])
+    rig.store(0)
+    rig.preempted("a", 0, 1)
     assert rig.turn() == ["hold 0"]
     assert rig.left("a") == ["drop 0"]
 
 
 def test_reset_between_two_turns_empties_the_line() -> None:
-    rig = ReloadRig(queue=1)
-    rig.holds.put(POOL, range(4))
-    rig.queued("a", [0])
-    rig.queued("b", [1])
-    assert rig.turn() == ["fetch 0"]
-    rig.holds.lose(*keys_of(0))
-    rig.scheduler.reset()
-    rig.queued("b", [2])  # the same name again
-    assert rig.turn() == ["fetch 2"]
-    rig.scheduler.looked_up("a", 0)
-    assert rig.turn() == []
+    bench = HoldsBench(prefetch_cache_share=0.125)
+    bench.in_the_pool(0, 1)
+    bench.queued("a", 0)
+    bench.queued("b", 1)
+    assert numbers_of(bench.fetch().batch.keys) == [0]
+    bench.core.reset()
+    bench.core.take_commands()
+    bench.in_the_pool(2)
+    bench.queued("b", 2)  # the same name again
+    assert numbers_of(bench.fetch().batch.keys) == [2]
+    bench.core.reload.looked_up("a", 0)
+    assert bench.fetches() == []
 
 
 def test_a_probe_reads_a_few_pool_only_chunks_and_one_is_under_way_at_a_time() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, range(20))
-    rig.holds.put(CPU, [1])
-    rig.scheduler.probe(keys_of(*range(20)))
+    rig = ReloadRig(pool=[0, *range(2, 20)], cached=[1])
+    rig.core.reload.probe(keys_of(*range(20)))
     assert rig.turn() == ["fetch 0", "fetch 2", "fetch 3"]
-    rig.scheduler.probe(keys_of(*range(10, 20)))
+    rig.core.reload.probe(keys_of(*range(10, 20)))
     assert rig.turn() == []
-    rig.holds.ended(0, 2, 3)
-    rig.scheduler.probe(keys_of(*range(10, 20)))
+    rig.arrived(0, 2, 3)
+    rig.core.reload.probe(keys_of(*range(10, 20)))
     assert len(rig.turn()) == 4
 
 
 def test_a_probe_skips_held_and_missing_chunks() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, [0, 2])
-    rig.preempted("a", [0])
+    rig = ReloadRig(pool=[0, 2])
+    rig.preempted("a", 0)
     assert rig.turn() == ["fetch 0"]
-    rig.scheduler.probe(keys_of(0, 1, 2))
+    rig.core.reload.probe(keys_of(0, 1, 2))
     assert rig.turn() == ["fetch 2"]
 
 
 def test_a_request_reuses_the_read_of_a_probe() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, [0])
-    rig.scheduler.probe(keys_of(0))
+    rig = ReloadRig(pool=[0])
+    rig.core.reload.probe(keys_of(0))
     assert rig.turn() == ["fetch 0"]
-    rig.preempted("a", [0])
+    rig.preempted("a", 0)
     assert rig.turn() == []
-    rig.holds.ended(0)
+    rig.arrived(0)
     assert rig.left("a") == []
-    assert set(rig.holds.counts.values()) == {0}
+    rig.check_idle()
 
 
 def test_a_chunk_that_failed_for_one_request_is_held_again_for_another() -> None:
-    rig = ReloadRig()
-    rig.holds.put(POOL, [0])
-    rig.preempted("a", [0])
+    rig = ReloadRig(pool=[0])
+    rig.preempted("a", 0)
     assert rig.turn() == ["fetch 0"]
-    rig.holds.lose(*keys_of(0))
-    rig.holds.put(CPU, [0])  # stored again by another request
-    rig.preempted("b", [0])
+    rig.failed(0)
+    rig.store(0)  # by another request
+    rig.preempted("b", 0)
     assert rig.turn() == ["hold 0"]
     assert rig.left("a") == []
     assert rig.left("b") == ["drop 0"]
-    assert rig.holds.counts[Reason.RELOAD] == 0
+    rig.check_idle()
 
 
 # Tokens that a resumed request gets back, counted from recorded scheduler outputs.
@@ -755,39 +539,58 @@ class Resumes(ResumeCounter):
         }
 
 
-def test_loaded_and_recomputed_tokens_of_a_resume() -> None:
-    counter = Resumes()
-    counter.step(_step(new={"a": (0, 100)}))
-    counter.step(_step(cached={"a": (100, 1)}))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 16, 64)
-    counter.offered("a", 32, 48)  # vLLM found no room at first and asked again
-    assert counter.gets(48, 21, 69, 21)
+@pytest.mark.parametrize(
+    ("unit", "steps", "preemptions", "offers", "gets"),
+    [
+        pytest.param(
+            *(1, [(0, 100), (100, 1)], 1, [(16, 64), (32, 48)], (48, 21, 69, 21)),
+            id="vLLM found no room at first and asked again",
+        ),
+        pytest.param(
+            *(1, [(0, 100)], 1, [(32, 48)], (0, 20, 68, 20)),
+            id="another connector has what was found or GPU memory has as much",
+        ),
+        pytest.param(
+            *(1, [(0, 40)], 2, [(0, 32)], (32, 8, 40, 8)), id="preempted twice before it ran"
+        ),
+        pytest.param(
+            *(16, [(0, 100)], 1, [(32, 32)], (32, 36, 64, 32)),
+            id="whole chunks outside GPU memory count as chunk tokens",
+        ),
+        pytest.param(
+            *(16, [(0, 60), (60, 1)], 1, [(0, 48)], (48, 13, 48, 0)),
+            id="an unfinished last chunk is no loss",
+        ),
+        pytest.param(
+            *(16, [(0, 20)], 1, [(16, 32)], (32, 0, 0, 0)),
+            id="another request had more of the prefix",
+        ),
+    ],
+)
+def test_tokens_of_a_resume(
+    unit: int,
+    steps: list[tuple[int, int]],
+    preemptions: int,
+    offers: list[tuple[int, int]],
+    gets: tuple[int, int, int, int],
+) -> None:
+    """steps: tokens computed before each, and in it. offers: tokens in GPU memory, and found."""
+    counter = Resumes(unit)
+    counter.step(_step(new={"a": steps[0]}))
+    for step in steps[1:]:
+        counter.step(_step(cached={"a": step}))
+    for _ in range(preemptions):
+        counter.step(_step(preempted=("a",)))
+    for offer in offers:
+        counter.offered("a", *offer)
+    assert counter.gets(*gets)
     assert not counter.resumed("a", 0)
-
-
-def test_what_vllm_does_not_have_us_load_is_not_counted_as_loaded() -> None:
-    """Another connector has it, or GPU memory has as much."""
-    counter = Resumes()
-    counter.step(_step(new={"a": (0, 100)}))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 32, 48)
-    assert counter.gets(loaded=0, recomputed=20, chunk_tokens=68, chunk_tokens_lost=20)
 
 
 def test_a_first_admission_is_no_resume() -> None:
     counter = Resumes()
     counter.offered("a", 0, 64)
     assert not counter.resumed("a", 0)
-
-
-def test_two_preemptions_before_a_run_count_once() -> None:
-    counter = Resumes()
-    counter.step(_step(new={"a": (0, 40)}))
-    counter.step(_step(preempted=("a",)))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 0, 32)
-    assert counter.gets(32, 8, 40, 8)
 
 
 def test_a_request_that_ends_while_preempted_is_forgotten() -> None:
@@ -797,32 +600,6 @@ def test_a_request_that_ends_while_preempted_is_forgotten() -> None:
     counter.step(_step(finished=("a",)))
     counter.offered("a", 0, 32)
     assert not counter.resumed("a", 0)
-
-
-def test_chunk_tokens_are_those_of_full_chunks_outside_gpu_memory() -> None:
-    counter = Resumes(tokens_per_chunk=16)
-    counter.step(_step(new={"a": (0, 100)}))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 32, 32)
-    assert counter.gets(loaded=32, recomputed=36, chunk_tokens=64, chunk_tokens_lost=32)
-
-
-def test_an_unfinished_last_chunk_is_no_loss() -> None:
-    counter = Resumes(tokens_per_chunk=16)
-    counter.step(_step(new={"a": (0, 60)}))
-    counter.step(_step(cached={"a": (60, 1)}))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 0, 48)
-    assert counter.gets(48, 13, 48, 0)
-
-
-def test_finding_more_than_was_computed_is_no_negative_loss() -> None:
-    """Another request had the same prefix, and more of it."""
-    counter = Resumes(tokens_per_chunk=16)
-    counter.step(_step(new={"a": (0, 20)}))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 16, 32)
-    assert counter.gets(32, 0, 0, 0)
 
 
 def test_computed_tokens_of_a_victim_are_known_only_while_it_waits() -> None:
@@ -854,19 +631,6 @@ def test_a_request_preempted_between_two_steps_is_resumed_in_the_next() -> None:
     counter.step(_step(preempted=("a",), cached={"a": (0, 41)}))
     counter.step(_step(preempted=("a",)))
     assert counter.computed("a") == 41
-
-
-def test_rejected_drafts_were_not_computed() -> None:
-    """28 tokens and one answered; then one step computes that one and five drafts."""
-    tokens = 29
-    counter = Resumes(8, lambda: tokens)
-    counter.step(_step(new={"a": (0, 28)}))
-    counter.step(_step(cached={"a": (28, 6)}, drafts=("a",)))
-    tokens = 30  # every draft was rejected: only the token that was sampled instead is new
-    counter.step(_step(preempted=("a",)))
-    assert counter.computed("a") == 29
-    counter.offered("a", 16, 0)
-    assert counter.gets(loaded=0, recomputed=13, chunk_tokens=8, chunk_tokens_lost=8)
 
 
 @pytest.mark.parametrize("accepted", range(6))

@@ -11,7 +11,7 @@ from vllm_nvmeof_offload.manager.look_up import Queue
 from vllm_nvmeof_offload.metrics import CONFIG_LABELS, COUNTERS, GAUGES, Counts
 from vllm_nvmeof_offload.protocol import ResetCommand
 
-from .bench import GROUPS, KEY_BYTES, TAG, Bench, Core, hello, key, keys_of
+from .bench import GROUPS, KEY_BYTES, TAG, attached, hello, key, keys_of
 
 pytest.importorskip("vllm", reason="the face needs vLLM's types")
 
@@ -50,16 +50,11 @@ class Face:
     """The adapter over a bench's core: the adapter makes the core, and the bench drives it."""
 
     def __init__(self, cache: int = 4, **config: object) -> None:
-        self.bench = Bench()
         self.manager = NVMeoFOffloadingManager(
             CoreConfig(**config)  # type: ignore[arg-type]
         )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(face, "ManagerCore", Core)
-            groups = (Group(0, GroupKind.FULL, 16),)
-            self.manager.attach([hello(0, cache, 8, (), target_count=2)], KEY_BYTES, groups)
-        assert isinstance(self.manager.core, Core)
-        self.bench.core = self.manager.core
+        one, groups = hello(0, cache, 8, (), target_count=2), (Group(0, GroupKind.FULL, 16),)
+        self.bench = attached(self.manager, one, KEY_BYTES, groups)
 
 
 def test_look_ups_are_counted_by_source() -> None:

@@ -183,15 +183,6 @@ def test_the_order_is_that_of_vllms_policy(by_priority: bool, first: list[int]) 
     assert lobby.fetched() == first
 
 
-def test_a_hit_on_a_pool_whose_speed_is_unknown_is_loaded() -> None:
-    lobby = Lobby()
-    lobby.bench.in_the_pool(0, 1)
-    lobby.add("a", 0, 1, prefetch=False)
-    assert lobby.decide("a", 0, 20) == Attempt(0, 20, 0, Decision(load=True))
-    assert lobby.allocated("a") == Attempt(0, 20, 0, Decision(load=True))
-    assert lobby.allocated("a") is None, "once"
-
-
 def test_a_hit_that_vllm_does_not_have_us_load_is_no_admission() -> None:
     """Another connector has it, or GPU memory has as much."""
     lobby = GroupsLobby(16)
