@@ -242,28 +242,3 @@ def read_until(rig: Rig, wanted: object) -> None:
 def test_a_bad_knob_is_refused_by_name(knobs: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(knobs))):
         FaultPlan(knobs)
-
-
-@pytest.mark.parametrize(
-    "content",
-    [
-        "[1]",
-        "7",
-        "null",
-        '{"seed": null}',
-        '{"seed": Infinity}',
-        '{"read_eio": Infinity}',
-        "[" * 100000,
-    ],
-    ids=["list", "number", "null", "no seed", "endless seed", "endless count", "deep"],
-)
-def test_an_invalid_control_file_changes_nothing(tmp_path: Path, content: str) -> None:
-    control = tmp_path / "faults"
-    control.write_text(content)
-    plan = FaultPlan({"read_eio": True}, control_path=control)
-    assert plan.strikes("read_eio")
-
-
-def test_an_unreadable_control_file_changes_nothing(tmp_path: Path) -> None:
-    plan = FaultPlan({"read_eio": True}, control_path=tmp_path)
-    assert plan.is_set("read_eio")

@@ -48,7 +48,6 @@ const Region kRegion{{1, 2, 3}, 7};
 // The regions of other engines, all in the same files. The first one is the region of the slots.
 constexpr std::array<Region, 2> kForeign{kRegion, Region{{1, 2, 9}, 7}};
 const Stamp kStamp{3, {4, 5, 6}};
-const Tag& kTag = kStamp.tag;
 
 Identity identity(uint64_t number, uint64_t generation) {
   Identity made;
@@ -218,34 +217,6 @@ void test_join_crcs(uint64_t seed) {
       CHECK(join_crcs(words.data(), sizes.data(), sizes.size()) != whole);
     }
   }
-}
-
-void test_format() {
-  std::vector<std::byte> slot(kSlot);
-  fill(slot.data(), {1, 2});
-  const SlotPlace place{kRegion, 5};
-  seal(slot.data(), identity(1, 2), kPayload, payload_crc(slot.data(), kPayload), kStamp, place, 0);
-  const auto judge = [&slot](const Identity& wanted, size_t bytes, const SlotPlace& at,
-                             const Tag& tag) {
-    return verify(slot.data(), slot.size(), wanted, bytes, at, tag);
-  };
-  CHECK(judge(identity(1, 2), kPayload, place, kTag) == Outcome::OK);
-  CHECK(judge(identity(1, 3), kPayload, place, kTag) == Outcome::STALE);
-  CHECK(judge(identity(2, 2), kPayload, place, kTag) == Outcome::STALE);
-  CHECK(judge(identity(1, 2), kPayload - 1, place, kTag) == Outcome::STALE);
-  for (const SlotPlace& other :
-       {SlotPlace{kRegion, 6}, SlotPlace{{kRegion.uuid, 8}, 5}, SlotPlace{{{1, 2, 4}, 7}, 5}})
-    CHECK(judge(identity(1, 2), kPayload, other, kTag) == Outcome::STALE);
-  CHECK(judge(identity(1, 2), kPayload, place, {4, 5, 7}) == Outcome::STALE);
-  for (const size_t at : {size_t{0}, size_t{9}, size_t{100}, kHeaderBytes - 1, kHeaderBytes,
-                          kHeaderBytes + kPayload - 1}) {
-    slot[at] ^= std::byte{4};
-    CHECK(judge(identity(1, 2), kPayload, place, kTag) == Outcome::CHECKSUM_MISMATCH);
-    slot[at] ^= std::byte{4};
-  }
-  const TableEntry entry = encode_entry({{}, 5}, identity(1, 2), 7);
-  CHECK(entry_crc(entry, 5) == entry.crc);
-  CHECK(entry_crc(entry, 6) != entry.crc);
 }
 
 // Check that a log consists of intact pages, in which each record is valid only at its own
@@ -470,64 +441,8 @@ void test_close_under_load(const std::string& directory, uint64_t seed) {
   CHECK(mixer.under.empty());
 }
 
-Outcome run_one(Engine& engine, LaneOp request) {
-  engine.take(request);
-  engine.start();
-  const auto found = wait(engine);
-  CHECK(found.size() == 1 && found[0].token == request.token);
-  return found[0].code;
-}
-
-// Check that reads detect wrong payload CRCs and payloads changed in any piece.
-void test_wrong_crc(const std::string& directory) {
+void test_an_engine_that_cannot_start(const std::string& directory) {
   Site site(directory);
-  Engine engine = opened(site.setup(true));
-  LaneOp request;
-  request.address = site.address(0);
-  request.payload_bytes = kPayload;
-  request.identity = identity(1, 1);
-  fill(site.slot(0), {1, 1});
-  const uint32_t right = payload_crc(site.slot(0), kPayload);
-  for (const bool intact : {true, false}) {
-    request.urgency = Urgency::WRITE;
-    request.payload_crc = intact ? right : right ^ 1;
-    ++request.token;
-    CHECK(run_one(engine, request) == Outcome::OK);
-    request.urgency = Urgency::DEMAND;
-    ++request.token;
-    CHECK(run_one(engine, request) == (intact ? Outcome::OK : Outcome::CHECKSUM_MISMATCH));
-  }
-  for (size_t at = kHeaderBytes; at < kHeaderBytes + kPayload; at += 9'999) {
-    request.urgency = Urgency::WRITE;
-    request.payload_crc = right;
-    site.slot(0)[at] ^= std::byte{1};
-    ++request.token;
-    CHECK(run_one(engine, request) == Outcome::OK);
-    site.slot(0)[at] ^= std::byte{1};
-    request.urgency = Urgency::DEMAND;
-    ++request.token;
-    CHECK(run_one(engine, request) == Outcome::CHECKSUM_MISMATCH);
-    fill(site.slot(0), {1, 1});
-  }
-  CHECK(engine.close(std::chrono::seconds(20)));
-}
-
-void test_errors(const std::string& directory) {
-  Site site(directory);
-  Engine engine = opened(site.setup(true));
-  CHECK(ftruncate(site.targets[0].slab_fd, 2 * kSlot + kPageBytes) == 0);
-  LaneOp request;
-  request.token = 1;
-  request.place = place_of(0, 2);  // beyond the new end of the slab
-  request.address = site.address(0);
-  request.payload_bytes = kPayload;
-  request.identity = identity(1, 1);
-  engine.take(request);
-  engine.start();
-  const auto found = wait(engine);
-  CHECK(found.size() == 1 && found[0].code == Outcome::IO_ERROR && found[0].error == 0);
-  CHECK(engine.close(std::chrono::seconds(20)));
-
   EngineSetup broken = site.setup(true);
   broken.targets[1].slab_fd = 9999;
   try {
@@ -753,11 +668,9 @@ int main(int count, char** words) {
   const std::string directory = words[1];
   const uint64_t first = std::strtoull(words[2], nullptr, 10);
   const uint64_t seeds = std::strtoull(words[3], nullptr, 10);
-  test_format();
   test_crc_of_parts(first);
   test_join_crcs(first);
-  test_errors(directory);
-  test_wrong_crc(directory);
+  test_an_engine_that_cannot_start(directory);
   test_reads_that_wait(directory);
   test_checksums(first);
   test_completions_that_follow();

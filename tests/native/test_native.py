@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build and run the native test programs: the core under all sanitizers, the rest under two."""
+"""Build and run the I/O core's native test program, plain and under sanitizers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LIMIT_S = 2400
 pytestmark = pytest.mark.timeout(LIMIT_S)
 
 
-def build(sanitize: str, program: str) -> Path:
+def build(sanitize: str) -> Path:
     """Configure and compile under build/, so that a second run finds the program up to date."""
     place = ROOT / "build" / "native-tests" / (sanitize.replace(",", "-") or "plain")
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
@@ -33,31 +33,20 @@ def build(sanitize: str, program: str) -> Path:
     environment = {**os.environ, "CCACHE_BASEDIR": str(ROOT), "CCACHE_NOHASHDIR": "1"}
     for command in (
         [cmake, "-S", str(ROOT), "-B", str(place), *options, flags],
-        [cmake, "--build", str(place), "--target", program, "--parallel", "2"],
+        [cmake, "--build", str(place), "--target", "test_core", "--parallel", "2"],
     ):
         done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stdout + done.stderr
-    return place / program
+    return place / "test_core"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sanitize", ["", "address,undefined", "thread"])
 def test_core(sanitize: str, tmp_path: Path) -> None:
-    command = [str(build(sanitize, "test_core")), str(tmp_path), str(SEED), str(SEEDS)]
+    command = [str(build(sanitize)), str(tmp_path), str(SEED), str(SEEDS)]
     if sanitize == "thread":
         # ThreadSanitizer's shadow memory conflicts with full randomisation of addresses.
         command = ["setarch", "--addr-no-randomize", *command]
-    run(command)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("program", ["test_machine", "test_set", "test_tiers"])
-def test_one_thread(program: str) -> None:
-    """Run a single-threaded program, which needs no thread sanitizer."""
-    run([str(build("address,undefined", program)), str(SEED), str(SEEDS)])
-
-
-def run(command: list[str]) -> None:
     environment = {
         **os.environ,
         "ASAN_OPTIONS": "detect_leaks=1",

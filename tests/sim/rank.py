@@ -239,10 +239,6 @@ class SimRank:
         self._reports += self.pipeline.take_reports()
         self._open.difference_update(job.op for job in finished)
 
-    @property
-    def owes_reports(self) -> bool:
-        return bool(self._reports)
-
     # -- one engine step --------------------------------------------------------------
 
     def execute(self, metadata: Metadata) -> Output:

@@ -239,8 +239,9 @@ def test_every_kind_of_event_happened() -> None:
 
 
 @pytest.mark.slow  # it compiles the native module with sanitizers
-def test_the_simulator_runs_over_a_build_with_sanitizers() -> None:
-    command = [sys.executable, "-m", "tests.sim", "--first", "1", "--steps", "200", "--sanitize"]
+def test_no_memory_error_in_tiers_and_machine() -> None:
+    """Seeds of every kind that a soak plays: with ranks, sets, owners, peers and checks."""
+    command = [sys.executable, "-m", "tests.sim", "--first", "1", "--steps", "10000", "--sanitize"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     assert ", 0 failed" in done.stdout

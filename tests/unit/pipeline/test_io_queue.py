@@ -6,7 +6,6 @@ from __future__ import annotations
 import errno
 import itertools
 import math
-import random
 import time
 from collections import deque
 from typing import Any
@@ -276,14 +275,6 @@ def test_an_engine_that_takes_nothing_is_waited_for_as_long_as_a_deadline() -> N
     bench.hang()
     assert bench.reports() == [Reported(1, 0, DEADLINE)]
     assert bench.pipeline.deadline_in_s() == math.inf
-
-
-def test_a_retry_goes_before_the_rest_of_its_load() -> None:
-    bench = Bench(stream_slots=4, reads_in_flight_max=1)
-    bench.stream(1, [3, 4, 5])
-    bench.pipeline.step()
-    bench.io_done(io_error(errno.EIO))
-    assert _started(bench) == [3, 3]
 
 
 def test_a_retry_keeps_the_deadline() -> None:
@@ -562,29 +553,6 @@ def test_a_task_with_a_place_cannot_be_removed() -> None:
     assert queue.held == 1
 
 
-def test_the_order_holds_after_long_use() -> None:
-    """Many places given and given back between few jobs: still the fewest, then the oldest."""
-    rng = random.Random(7)
-    queue = Queue()
-    since = itertools.count()
-    waiting: dict[int, list[tuple[int, Item]]] = {}
-    holding: list[Item] = []
-    for _ in range(15):
-        for _ in range(rng.randrange(1, 4)):
-            items = queue.load(rng.randrange(20, 150))
-            waiting[items[0][0]] = [(next(since), item) for item in items]
-        while len(holding) < 150 and any(waiting.values()):
-            best = min(
-                filter(waiting.get, waiting),
-                key=lambda j: (sum(item[0] == j for item in holding), waiting[j][0][0]),
-            )
-            taken = queue.take()
-            assert taken == waiting[best].pop(0)[1]
-            holding.append(taken)
-        for _ in range(rng.randrange(len(holding))):
-            queue.give_back(holding.pop(rng.randrange(len(holding))))
-
-
 def test_a_job_of_many_tasks_costs_no_more_per_task() -> None:
     """Waiting, a place and back, or a cancel, in any order: the time of each is bounded."""
 
@@ -715,21 +683,6 @@ class Slot:
         return self.bench.idle()
 
 
-def test_reads_wait_for_the_fill_before_them_and_share() -> None:
-    slot = Slot()
-    assert slot.ask(1, A, fill=True) == [(1, False)]
-    assert not slot.ask(2, A, fill=False)
-    assert not slot.ask(3, A, fill=False)
-    assert slot.end(1) == [(2, False), (3, False)]
-    assert not slot.ask(4, B, fill=True)
-    assert not slot.ask(5, B, fill=False)
-    assert not slot.end(2)
-    assert slot.end(3) == [(4, False)]
-    assert slot.end(4) == [(5, False)]
-    slot.end(5)
-    assert slot.idle()
-
-
 def test_the_generation_is_part_of_the_content() -> None:
     slot = Slot()
     slot.ask(1, A, fill=True)
@@ -749,15 +702,6 @@ def test_what_was_in_the_slot_before_its_last_fill_cannot_be_read() -> None:
     slot.ask(3, B, fill=True)
     with pytest.raises(AssertionError, match="no such fill"):
         slot.ask(4, A, fill=False)
-
-
-def test_a_failed_fill_leaves_nothing_to_read() -> None:
-    slot = Slot()
-    slot.ask(1, A, fill=True)
-    slot.ask(2, A, fill=False)
-    assert slot.end(1, ok=False) == [(2, True)]
-    assert slot.ask(3, A, fill=False) == [(3, True)]
-    assert slot.idle()
 
 
 def test_readers_of_a_hung_fill_fail_at_once_and_the_next_fill_waits() -> None:

@@ -225,20 +225,6 @@ def test_peers_cannot_take_the_slots_of_the_targets() -> None:
     assert bench.finished() == [(1, ())]
 
 
-def test_a_peer_that_goes_gives_back_what_it_was_not_asked_yet() -> None:
-    bench = Bench(stream_slots=8, peers=[FAST])
-    bench.stream(1, range(4))
-    bench.pipeline.step()
-    bench.peers.lanes[0] = NO_PEER
-    for token in list(bench.peers.reads):
-        bench.peers.end(token, CANCELLED)
-    bench.pipeline.step()
-    assert sorted(_own(bench)) == [0, 1, 2, 3]
-    while bench.turn():
-        pass
-    assert bench.finished() == [(1, ())]
-
-
 def test_a_cancelled_load_stops_asking() -> None:
     bench = Bench(stream_slots=8, peers=[FAST])
     bench.stream(1, range(4))

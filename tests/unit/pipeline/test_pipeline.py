@@ -75,28 +75,6 @@ def test_a_fetch_ends_when_its_read_ended_and_not_when_it_was_polled() -> None:
     assert report.seconds == pytest.approx(0.25)
 
 
-def test_a_load_of_a_slot_that_is_being_stored_waits_for_the_copy() -> None:
-    bench = Bench()
-    bench.store(1, slot=0, number=7)
-    bench.load(2, 7, cache=0, pool=None)
-    assert len(bench.copy.submitted) == 1
-    bench.copy.finish(0)
-    bench.pipeline.step()
-    assert bench.copy.submitted[1][1] is Direction.LOAD
-
-
-def test_a_load_of_a_failed_store_is_stale() -> None:
-    bench = Bench()
-    bench.store(1, slot=0, number=7)
-    bench.load(2, 7, cache=0, pool=None)
-    bench.copy.finish(0, io_error(errno.EFAULT))
-    bench.pipeline.step()
-    assert bench.reports() == [
-        Reported(2, 0, STALE),
-        Reported(1, 0, io_error(errno.EFAULT)),
-    ]
-
-
 def test_a_load_whose_own_copy_fails_has_its_error() -> None:
     bench = Bench()
     bench.stored(1, slot=0, number=7)
@@ -106,18 +84,6 @@ def test_a_load_whose_own_copy_fails_has_its_error() -> None:
     bench.pipeline.step()
     assert bench.reports() == [Reported(2, 0, io_error(errno.EIO))]
     assert bench.finished() == [(2, ((0, io_error(errno.EIO)),))]
-
-
-@pytest.mark.parametrize("kind", ["load", "write"])
-def test_a_slot_whose_last_fill_is_of_another_chunk_is_a_broken_invariant(kind: str) -> None:
-    """It would look like a chunk that is gone, and hide a command that came before its fill."""
-    bench = Bench()
-    bench.stored(1, slot=0, number=7)
-    begin = bench.load if kind == "load" else bench.write
-    with pytest.raises(AssertionError, match="no such fill"):
-        begin(2, 8, cache=0, pool=None if kind == "load" else 5)
-    assert len(bench.copy.submitted) == 1
-    assert not bench.io.started
 
 
 @pytest.mark.parametrize("kind", ["load", "write"])

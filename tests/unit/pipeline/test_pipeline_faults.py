@@ -38,39 +38,6 @@ def test_a_deadline_gives_the_outcome_at_once_and_the_slot_later() -> None:
     assert bench.idle()
 
 
-def test_readers_of_a_hung_fill_do_not_wait_for_the_kernel() -> None:
-    bench = Bench()
-    bench.fetch(1, 7, pool=3, cache=0)
-    bench.load(2, 7, cache=0, pool=None)
-    bench.hang()
-    assert Reported(2, 0, STALE) in bench.reports()
-    bench.load(3, 7, cache=0, pool=None)
-    assert bench.reports() == [Reported(3, 0, STALE)]
-
-
-def test_loads_do_not_wait_for_stream_slots_that_the_kernel_holds() -> None:
-    bench = Bench(stream_slots=1)
-    bench.load(1, 7, cache=None, pool=3)
-    bench.load(2, 8, cache=None, pool=4)
-    bench.hang()
-    bench.pipeline.step()
-    assert bench.finished() == [(1, ((0, DEADLINE),)), (2, ((0, DEADLINE),))]
-    assert not bench.pipeline.idle()
-    bench.io_done()
-    bench.load(3, 8, cache=None, pool=4)
-    assert len(bench.io.ops) == 1, "the slot is back in use"
-
-
-def test_a_suspect_target_fails_fast_and_the_other_target_continues() -> None:
-    bench = Bench(stream_slots=4, target_count=2)
-    bench.load(1, 7, cache=None, pool=0)
-    bench.hang()
-    bench.load(2, 8, cache=None, pool=2)
-    bench.load(3, 9, cache=None, pool=1)
-    assert bench.finished() == [(1, ((0, DEADLINE),)), (2, ((0, DEADLINE),))]
-    assert [bench.number(op) for op in bench.io.started] == [0, 1]
-
-
 def test_no_task_waits_forever_for_a_full_engine() -> None:
     bench = Bench(stream_slots=4)
     bench.stored(1, slot=0, number=7)
@@ -270,16 +237,6 @@ def _write_each(bench: Bench, op: int) -> None:
 
 def _rows(bench: Bench) -> list[object]:
     return [report for report in bench.reports() if isinstance(report, Reported)]
-
-
-def test_superblocks_do_not_wait_for_a_write_that_hangs() -> None:
-    bench = _stored()
-    bench.write(10, 1, cache=0, pool=0)
-    bench.pipeline.step()
-    bench.hang(WRITE_S)
-    assert Reported(10, 0, DEADLINE, released=False) in bench.reports()
-    _reset(bench)
-    assert set(bench.superblocks()) == {0, 1}
 
 
 def test_a_superblock_waits_for_writes_of_its_own_target_only() -> None:

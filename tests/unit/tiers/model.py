@@ -185,6 +185,10 @@ class Slot:
     def free(self) -> bool:
         return self.chunk is None and not self.users and not self.retired
 
+    @property
+    def orphan(self) -> bool:
+        return self.chunk is None and self.users > 0 and not self.retired
+
 
 @dataclass(eq=False)
 class Row:

@@ -76,26 +76,6 @@ class Bench:
 # -- owners ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("record", "source"),
-    [
-        ({}, SHARED),
-        ({"state": DEAD}, SHARED),
-        ({"state": SCANNING}, MISS),
-        ({"state": NONE}, MISS),
-        ({"tag": OTHER_TAG}, MISS),
-        ({"tag": bytes(16)}, MISS),
-        ({"rows": 3}, SHARED),
-    ],
-)
-def test_an_owner_is_accepted_by_its_record(record: dict[str, int | bytes], source: int) -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    bench.others.owner(1, **record)  # type: ignore[arg-type]
-    assert bench.source() == source
-    assert bench.tiers.present([key(1), key(0)]) == bytes([0, source > 0])
-
-
 def test_weights_without_a_name_accept_nobody_not_even_those_without_one() -> None:
     bench = Bench()
     bench.others.offer(key(0), 5)
@@ -104,28 +84,6 @@ def test_weights_without_a_name_accept_nobody_not_even_those_without_one() -> No
     bench.others.owner(1, tag=bytes(16))
     assert bench.source() == MISS
     bench.foreign.set_tag(bytes(16))
-    assert bench.source() == MISS
-
-
-def test_the_second_owner_of_a_key_is_taken_where_the_first_is_not_accepted() -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5, owner=1)
-    second = bench.others.offer(key(0), 6, generation=2, owner=2)
-    bench.others.owner(1, tag=OTHER_TAG)
-    bench.others.owner(2)
-    batch = bench.load(0)
-    assert (batch.places.tolist(), batch.generations.tolist()) == ([second], [2])
-
-
-def test_what_was_known_before_a_reset_is_void() -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    bench.tiers.reset()
-    assert bench.others.writer.version_asked == 1
-    assert bench.source() == MISS
-    bench.others.owner(1, version=1)
-    assert bench.source() == SHARED
-    bench.tiers.reset()
     assert bench.source() == MISS
 
 
@@ -154,18 +112,6 @@ def test_a_row_on_a_target_that_is_not_there_or_not_usable_is_passed_over() -> N
     assert bench.source() == SHARED
 
 
-def test_a_row_of_a_member_is_borrowed_into_that_members_slot() -> None:
-    bench = Bench(ranks=2, set_sizes=[2])
-    bench.others.offer(key(0), 5, member=1)
-    bench.others.offer(key(1), 6, member=2)  # sets have two
-    assert [bench.source(number) for number in range(2)] == [SHARED, MISS]
-    batch = bench.load(0)
-    assert batch.cache.tolist() == [(1 + 1) << 24]
-    alone = Bench()
-    alone.others.offer(key(0), 5, member=0)
-    assert alone.source() == MISS
-
-
 def test_members_who_differ_do_not_share_others_single_copies() -> None:
     bench = Bench(ranks=2, set_sizes=[2], equal_min=1)
     bench.others.offer(key(0), 5, member=1)
@@ -180,25 +126,6 @@ def test_members_who_differ_do_not_share_others_single_copies() -> None:
 
 
 # -- failures -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("land_max", [0, 1])
-@pytest.mark.parametrize("code", [IO_ERROR, 2, STALE, 4])
-def test_a_row_that_could_not_be_read_is_refused_for_half_a_minute(
-    land_max: int, code: int
-) -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    bench.report(bench.load(0, land_max=land_max), code)
-    assert (len(bench.tiers), bench.source()) == (0, MISS)
-    bench.foreign.set_time(29.9)
-    assert bench.source() == MISS
-    bench.others.offer(key(0), 5, generation=2)
-    assert bench.source() == SHARED, "the owner has written the chunk again"
-    assert bench.load(0).generations.tolist() == [2]
-    bench.others.offer(key(1), 5)
-    bench.foreign.set_time(30.0)
-    assert bench.source(1) == SHARED
 
 
 def test_refused_rows_are_bounded() -> None:
@@ -257,21 +184,6 @@ def test_an_owner_is_trusted_with_one_failure_of_a_hundred_and_a_good_past_fades
 
 
 # -- borrowed chunks in the CPU tier --------------------------------------------------
-
-
-def test_a_borrowed_chunk_has_no_place_and_is_not_written() -> None:
-    bench = Bench(writes_max=4)
-    place = bench.others.offer(key(0), 5, generation=77)
-    batch = bench.load(0)
-    assert (batch.places.tolist(), batch.cache.tolist(), batch.filling.tolist()) == (
-        *([place], [0], [1]),
-    )
-    assert bench.tiers.entries() == [(7, 77, 0, -1, key(0))]
-    bench.report(batch, OK)
-    assert bench.tiers.entries() == [(2, 77, 0, -1, key(0))]
-    bench.tiers.drain()
-    assert (len(bench.tiers.take_writes()), bench.tiers.backlog) == (0, 0)
-    assert bench.tiers.take_counts()[-2:] == (1, 1)
 
 
 def test_a_chunk_borrowed_twice_in_one_generation_is_two_fills() -> None:
@@ -340,11 +252,6 @@ class DedupeBench(Bench):
     def borrow(self) -> None:
         self.report(self.load(0), OK)
 
-    def store(self, *wanted: int) -> None:
-        how = np.array(wanted, np.uint8) if wanted else None
-        stored, *_ = self.tiers.plan_store([key(0)], how, 100)
-        self.report(stored, OK, kind=0)
-
     def use(self, times: int = 1) -> None:
         """So many requests that used the chunk end."""
         for _ in range(times):
@@ -358,49 +265,6 @@ class DedupeBench(Bench):
     @property
     def deduped(self) -> int:
         return self.tiers.take_counts()[-1]
-
-
-@pytest.mark.parametrize("comes", ["borrow", "store"])
-@pytest.mark.parametrize("loss", ["overwritten", "dead", "gone", "reset", "refused", "distrusted"])
-def test_a_chunk_is_written_once_its_owner_has_lost_it_and_two_requests_used_it(
-    comes: str, loss: str
-) -> None:
-    bench = DedupeBench()
-    streamed = bench.load(0, land_max=0)
-    getattr(bench, comes)()
-    bench.use(5)
-    assert (bench.written(), bench.deduped) == ([], 1)
-    bench.report(streamed, STALE if loss == "refused" else OK)
-    if loss == "overwritten":
-        bench.withdraw()
-    elif loss in ("dead", "gone"):
-        bench.others.owner(1, state=DEAD if loss == "dead" else NONE)
-    elif loss == "reset":
-        bench.others.owner(1, tag=OTHER_TAG)
-    elif loss == "distrusted":
-        assert bench.foreign.take_attachments()
-        bench.foreign.attach_failed(1)
-    assert bench.written() == [], "nobody has asked"
-    bench.use()
-    assert bench.written() == [77 if comes == "borrow" else 101]
-    bench.use()
-    assert bench.written() == []
-
-
-def test_a_provisional_chunk_that_others_have_is_not_written_when_it_is_kept() -> None:
-    bench = DedupeBench()
-    bench.store(2)
-    assert (bench.written(), bench.deduped) == ([], 0)
-    bench.use(2)
-    bench.withdraw()
-    bench.use()
-    assert bench.written() == [], "it is still provisional"
-    bench.others.offer(key(0), 5, generation=77)
-    bench.tiers.keep([key(0)])
-    assert (bench.written(), bench.deduped) == ([], 1)
-    bench.withdraw()
-    bench.use()
-    assert bench.written() == [101]
 
 
 def test_without_a_pool_of_our_own_nothing_becomes_wanted() -> None:
@@ -510,22 +374,6 @@ def test_an_answer_is_void_when_we_store_a_chunk_that_it_has_of_others(state: in
 
 
 # -- attachments ----------------------------------------------------------------------
-
-
-def test_an_owner_is_attached_once() -> None:
-    bench = Bench()
-    bench.others.owner(2, uuid=b"v" * 16)
-    bench.others.offer(key(0), 5)
-    bench.others.offer(key(1), 6, owner=2)
-    bench.others.offer(key(2), 7)
-    assert bench.source() == SHARED
-    assert bench.foreign.take_attachments() == [], "a look-up sends nothing"
-    assert not bench.foreign.is_used
-    bench.load(0, 1)
-    assert bench.foreign.is_used
-    assert bench.foreign.take_attachments() == [(1, 11, b"u" * 16), (2, 12, b"v" * 16)]
-    bench.load(2)
-    assert bench.foreign.take_attachments() == []
 
 
 def test_owners_that_are_gone_or_others_are_detached() -> None:

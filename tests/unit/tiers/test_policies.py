@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from tests.lru_policy import LruPolicy
 from vllm_nvmeof_offload.manager.eviction import EvictionPolicy
 from vllm_nvmeof_offload.native import Tiers
-from vllm_nvmeof_offload.native import _tiers_mutants as tests_build
 from vllm_nvmeof_offload.protocol import place_of
 
 STORE, LOAD, WRITE = 0, 1, 2
@@ -43,8 +42,8 @@ def keys_of(*numbers: int) -> list[bytes]:
 class Server:
     """Tiers whose ops end at once."""
 
-    def __init__(self, cache: int, pool: Sequence[int], make: Any = Tiers, **options: Any) -> None:
-        self.tiers = make(cache, list(pool), key_bytes=8, **{"writes": bool(pool), **options})
+    def __init__(self, cache: int, pool: Sequence[int], **options: Any) -> None:
+        self.tiers = Tiers(cache, list(pool), key_bytes=8, **{"writes": bool(pool), **options})
         self.generation = 0
         self.written = 0
 
@@ -278,8 +277,8 @@ def test_a_pinned_chunk_is_never_evicted(
 PROVISIONALLY = 2
 
 
-def four_slots(make: Any = Tiers, **options: Any) -> Server:
-    return Server(4, [8], make, **options)
+def four_slots(**options: Any) -> Server:
+    return Server(4, [8], **options)
 
 
 def test_what_is_superseded_is_evicted_before_everything_older() -> None:
@@ -344,18 +343,3 @@ def test_written_on_eviction_only_what_is_kept_is_demoted() -> None:
     server.store(5)
     assert not server.has(0)
     assert server.written > 0
-
-
-@pytest.mark.parametrize("mutant", ["", "provisional_is_written_at_once"])
-def test_a_provisional_chunk_is_written_only_once_it_is_kept(mutant: str) -> None:
-    """Under the mutant it is written at once, and this is noticed."""
-    tests_build.set_mutant(mutant)
-    try:
-        server = four_slots(tests_build.Tiers, writes_max=8)
-        server.store(0, 1, how=PROVISIONALLY)
-        assert (server.written, server.tiers.backlog) == (2 if mutant else 0, 0)
-        server.tiers.keep(keys_of(1, 7))
-        server.write()
-        assert server.written == (2 if mutant else 1)
-    finally:
-        tests_build.set_mutant("")

@@ -340,6 +340,11 @@ class Pair:
         assert self.native.backlog == sum(bool(slot.wanted) for slot in self.model.cache)
         assert self.native.cache_taken == self.model.rows_taken(self.model.cache)
         assert self.native.pool_taken == self.model.rows_taken(self.model.pool)
+        assert self.native.cache_in_use == sum(slot.users > 0 for slot in self.model.cache)
+        assert self.native.cache_orphans == sum(slot.orphan for slot in self.model.cache)
+        assert self.native.pool_orphans == sum(slot.orphan for slot in self.model.pool)
+        retired = {slot.row for slot in self.model.pool if slot.retired}
+        assert self.native.pool_retired == len(retired)
         found = [self.model.lookup(key) for key in KEYS]
         assert [self.native.lookup(key) for key in KEYS] == found
         assert list(self.native.present(KEYS)) == [source > 0 for source in found]

@@ -482,10 +482,6 @@ void bind_state(nb::class_<Tiers>& type) {
                                counts.written, counts.retired, counts.superseded, counts.borrowed,
                                counts.deduped);
            })
-      .def("cache_users",
-           [](const Tiers& tiers, Slot slot) {
-             return static_cast<uint32_t>(tiers.cache.all().at(slot).users);
-           })
       .def_prop_ro("moved_bytes", [](const Tiers& tiers) { return tiers.moved_bytes; })
       .def_prop_ro("writes_intended", &Tiers::writes_intended)
       .def_prop_ro("fetches_intended", &Tiers::fetches_intended)
