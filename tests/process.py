@@ -35,6 +35,19 @@ def numbers_from(first: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
+def companions(*words: bytes, server: int | None = None) -> list[int]:
+    """The processes with these words in their commands that have left their parent. server: whose
+    they are; None: this process's."""
+    parents = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            command = (process / "cmdline").read_bytes()
+            if all(word in command for word in words):
+                status = (process / "stat").read_text().rpartition(")")[2]
+                parents[int(process.name)] = int(status.split()[1])
+    return [pid for pid, up in parents.items() if up not in (server or os.getpid(), *parents)]
+
+
 _LISTEN = "0A"
 
 

@@ -20,18 +20,18 @@ WAIT_S = 120.0
 class FaultyMount:
     """A mounted passthrough file system at `place` over `backing`."""
 
-    def __init__(self, path: Path, *options: str, backing: Path | None = None) -> None:
+    def __init__(self, path: Path, *options: str) -> None:
         """Mount, or skip the test with the reason why mounting is impossible here."""
         if not os.access("/dev/fuse", os.R_OK | os.W_OK):
             pytest.skip("/dev/fuse does not exist or may not be opened")
         if os.geteuid() != 0:
             pytest.skip("mounting a FUSE file system without fusermount needs root")
         self.place = path / "faulty"
-        self.backing = backing or path / "backing"
+        self.backing = path / "backing"
         self._options = options
         self._beneath: list[subprocess.Popen[str]] = []
         self.place.mkdir()
-        self.backing.mkdir(exist_ok=True)
+        self.backing.mkdir()
         self.mount()
 
     def mount(self) -> None:
@@ -102,7 +102,7 @@ class FaultyMount:
         self._server.kill()
         self._server.wait()
 
-    def unmount(self, *options: str) -> None:
+    def unmount(self) -> None:
         """Unmount as an operator does, after `kill`; fails if a process keeps a file open."""
         assert self._server.stdin is not None
         assert self._server.stdout is not None
@@ -110,8 +110,7 @@ class FaultyMount:
         self._server.stdout.close()
         end_s = time.monotonic() + WAIT_S
         while True:  # a process that looks at the path makes it busy for an instant
-            command = ["umount", *options, str(self.place)]
-            done = subprocess.run(command, capture_output=True, text=True)
+            done = subprocess.run(["umount", str(self.place)], capture_output=True, text=True)
             if done.returncode == 0:
                 return
             assert time.monotonic() < end_s, done.stderr

@@ -11,7 +11,7 @@ Commands are JSON lines on stdin, each answered by a JSON line on stdout:
 * `{"rules": [rule, …]}` replaces all rules; requests that hang by the old ones continue. A rule:
   `name`, `op` ("read", "write", "fsync", "fallocate", "open", "create"), `path` (the file's
   name), `do` ("errno", "hang", "delay", "short"), `value` (errno, seconds, or bytes to move),
-  `skip` (requests to let pass first), `count` (requests to strike; -1: all).
+  `count` (requests to strike; -1: all).
 * `{}` changes nothing. The answer: `fired` (rule name → how often), `hanging`, `lengths` (rule
   name → lengths of the requests that the rule struck).
 """
@@ -79,9 +79,6 @@ class Faults:
     def _take(self, op: str, path: str, length: int) -> dict[str, Any] | None:
         for rule in self._rules:
             if rule["op"] != op or rule["path"] != path.rpartition("/")[2]:
-                continue
-            if rule.get("skip", 0) > 0:
-                rule["skip"] -= 1
                 continue
             if rule.get("count", -1) == 0:
                 continue

@@ -14,6 +14,7 @@ import pytest
 
 from tests.small_disk import mounted, tmpfs
 from vllm_nvmeof_offload.errors import OK, OutcomeKind, io_error
+from vllm_nvmeof_offload.limits import space_bytes
 from vllm_nvmeof_offload.pool import slab
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.units import MIB
@@ -46,12 +47,15 @@ def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]
 
 
 def test_a_full_target_shrinks_the_pool_and_every_slot_can_be_written(
-    engine_name: str, small_disk: Path
+    engine_name: str, small_disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     spec = make_spec(small_disk / "t", slots=WANTED)
     pool = Pool.open(spec)
     slots = pool.slots
     assert pool.slots < WANTED
+    assert caplog.text.count(f"no space for {spec.slots_per_target} slots") == 1
+    free, kept = space_bytes(small_disk)
+    assert free >= kept >= 64 << 10, "something stays free for others"
     assert DISK_BYTES // 2 < slots * pool.slot_bytes < DISK_BYTES
     bench = Bench(engine_name, pool)
     bench.store((slot, name(slot)) for slot in range(slots))

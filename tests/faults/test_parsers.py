@@ -211,14 +211,6 @@ def test_a_mutated_entry_is_invalid_and_the_others_stay_valid(
         assert table.damaged[index] == (any(raw[here]) and not unchanged)  # type: ignore[attr-defined]
 
 
-@given(st.permutations(range(8)))
-def test_an_entry_in_another_position_is_damaged(order: list[int]) -> None:
-    table = decode(table_of(*order))
-    stayed = [slot == index for index, slot in enumerate(order)]
-    assert table.valid.tolist() == stayed  # type: ignore[attr-defined]
-    assert table.damaged.tolist() == [not one for one in stayed]  # type: ignore[attr-defined]
-
-
 @given(st.integers(0, 255), st.integers(0, 255), st.binary(min_size=46, max_size=46))
 @example(8, 36, ONE.key.ljust(46, b"\0"))
 @example(0, 0, bytes(46))
@@ -273,14 +265,6 @@ def test_a_signed_invalid_superblock_is_refused_or_read_as_written(
         return
     assert found.encode() == page
     assert (found == BLOCK) == (page == BLOCK.encode())
-
-
-@given(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255))
-def test_a_damaged_byte_of_a_superblock_is_found(at: int, mask: int) -> None:
-    page = bytearray(BLOCK.encode())
-    page[at] ^= mask
-    with pytest.raises(PoolFormatError):
-        Superblock.decode(bytes(page))
 
 
 @same_directory

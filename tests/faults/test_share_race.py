@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -170,23 +171,16 @@ def test_no_wrong_word_is_accepted_from_a_region_with_two_owners(
 @pytest.mark.soak
 @pytest.mark.timeout(SOAK_S + 2 * READY_S)
 @pytest.mark.parametrize("by", ["table", "log"])
-def test_no_wrong_word_is_accepted_for_long(start: Start, tmp_path: Path, by: str) -> None:
-    race(start, tmp_path, by, reads=5_000_000, limit_s=SOAK_S)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("by", ["table", "log"])
-def test_no_wrong_word_is_accepted_while_owners_are_killed_for_long(
-    start: Start, tmp_path: Path, by: str
+@pytest.mark.parametrize(
+    "play",
+    [
+        partial(race, reads=5_000_000, limit_s=SOAK_S),
+        partial(kill_owners, kills=60, every_s=2.0),
+        partial(own_twice, reads=1_000_000, limit_s=SOAK_S),
+    ],
+    ids=["one owner", "killed owners", "two owners"],
+)
+def test_no_wrong_word_is_accepted_for_long(
+    start: Start, tmp_path: Path, by: str, play: Callable[[Start, Path, str], None]
 ) -> None:
-    kill_owners(start, tmp_path, by, kills=60, every_s=2.0)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(SOAK_S + 2 * READY_S)
-@pytest.mark.parametrize("by", ["table", "log"])
-def test_no_wrong_word_is_accepted_from_a_region_with_two_owners_for_long(
-    start: Start, tmp_path: Path, by: str
-) -> None:
-    own_twice(start, tmp_path, by, reads=1_000_000, limit_s=SOAK_S)
+    play(start, tmp_path, by)

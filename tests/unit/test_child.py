@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -19,11 +18,6 @@ import json, sys
 from {package} import VALUE
 print(json.dumps([__name__, VALUE, sys.argv[1:], sys.modules.get("fork").__dict__.get("BIG")]))
 """
-
-
-def test_here_it_is_pythons_own_option() -> None:
-    command = child.child_command("pool.keeper")
-    assert command == [sys.executable, "-m", "vllm_nvmeof_offload.pool.keeper"]
 
 
 def test_below_other_packages_none_of_them_is_run(

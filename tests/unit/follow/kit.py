@@ -74,9 +74,6 @@ def stop_clock_of(path: Path) -> None:
 # A foreign table that the test writes, as the follower does, and the manager's view of it.
 
 
-NONE, SCANNING, COMPLETE, DEAD = range(4)
-
-
 class Others:
     """Other engines of our weights, whose share tag is `tag`."""
 

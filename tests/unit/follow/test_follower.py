@@ -22,7 +22,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.owners import reset
-from tests.process import wait_until
+from tests.process import companions, wait_until
 from tests.slots import table_at
 from tests.unit.follow.kit import (
     COMPLETE,
@@ -39,7 +39,7 @@ from tests.unit.pool.kit import OTHER_TAG, TAG, fill, name, put
 from vllm_nvmeof_offload.follow import follower
 from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.native import ForeignReader
-from vllm_nvmeof_offload.pool.format import Stamp, encode_entry, write_superblock
+from vllm_nvmeof_offload.pool.format import Stamp, encode_entry
 from vllm_nvmeof_offload.pool.lease import NOBODY, TAKEOVER_S, LeasePage, lease_of
 from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.takeover import Takeover
@@ -62,16 +62,8 @@ def start(file: int) -> Iterator[Callable[..., ForeignReader]]:
 
 
 def followers_of(target: Path) -> list[int]:
-    """The processes that follow this target, and that have left their parent."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            command = (process / "cmdline").read_bytes()
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-            if b"follow.follower\0" in command and bytes(target) in command:
-                found += [(int(process.name), parent)]
-    pids = [pid for pid, _ in found]
-    return [pid for pid, parent in found if parent not in (os.getpid(), *pids)]
+    """The processes that follow this target."""
+    return companions(b"follow.follower\0", bytes(target))
 
 
 def test_a_chunk_is_seen_and_its_server_s_end_too(
@@ -132,7 +124,7 @@ SERVER = """
 import os, sys
 from pathlib import Path
 from tests.unit.follow.kit import COMPLETE, KEYSPACE, OURS
-from tests.process import wait_until
+from tests.process import companions, wait_until
 from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.native import ForeignReader
 fd = os.memfd_create("foreign", os.MFD_CLOEXEC)
@@ -445,16 +437,6 @@ def test_a_pipe_in_the_place_of_a_file_holds_up_nothing(
     put(pool, 1, name(1))
     following.scan()
     assert following.rows(name(1).key)
-
-
-def test_a_superblock_that_says_more_than_there_is_takes_no_memory(
-    following: Following, engine: OpenEngine, tmp_path: Path
-) -> None:
-    pool = engine(1, tmp_path)
-    put(pool, 1, name(1))
-    write_superblock(pool.directories[0], replace(pool.superblocks[0], slots=(1 << 32) - 1))
-    following.scan()
-    assert following.reader.rows == 0
 
 
 def test_a_lease_that_is_not_renewed_names_a_dead_owner(

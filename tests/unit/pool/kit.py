@@ -3,10 +3,7 @@
 
 from __future__ import annotations
 
-import ctypes
 import itertools
-import mmap
-import select
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -15,15 +12,13 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-from tests.chunks import number_in, place_in
+from tests.chunks import number_in
+from tests.faults.kit import Bench
 from tests.slots import read_slot, write_slot
-from vllm_nvmeof_offload.config import Tuning
 from vllm_nvmeof_offload.errors import OK
-from vllm_nvmeof_offload.io.base import IoOp
-from vllm_nvmeof_offload.io.engine import How, NativeIoEngine
 from vllm_nvmeof_offload.pool.format import Keyspace, Stamp, share_tag
 from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-from vllm_nvmeof_offload.protocol import AdoptedEntries, OpKind, SlotIdentity, Urgency, split_keys
+from vllm_nvmeof_offload.protocol import AdoptedEntries, SlotIdentity, split_keys
 from vllm_nvmeof_offload.units import HEADER_BYTES, slot_stride_bytes
 
 PAYLOAD_BYTES = 5000
@@ -118,35 +113,13 @@ def write_pool(
 ) -> tuple[Path, ...]:
     """Write `stored` with an engine; return the rank's directories. clients: by slot."""
     spec = replace(make_spec(*targets), keyspace=KEYSPACE, **changes)  # type: ignore[arg-type]
-    pool = Pool.open(spec)
-    memory = mmap.mmap(-1, SLOT_BYTES * max(1, len(stored)))
-    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    engine = NativeIoEngine(pool, memoryview(memory), base, Tuning(io_threads=2), How.THREADS)
-    ops = []
-    for number, (slot, identity) in enumerate(stored.items()):
-        start = number * SLOT_BYTES + HEADER_BYTES
-        memory[start : start + PAYLOAD_BYTES] = payload(identity)
-        address = base + number * SLOT_BYTES
-        what = (
-            OpKind.WRITE,
-            Urgency.WRITE,
-            place_in(slot, len(targets)),
-            address,
-            identity,
-            PAYLOAD_BYTES,
-        )
-        ops.append(IoOp(number, *what, stamp=pool.stamp, client=clients.get(slot, 0)))
-    engine.submit(ops)
-    done = 0
-    while done < len(ops):
-        assert select.select([engine.fileno()], [], [], WAIT_S)[0]
-        for completion in engine.poll():
-            assert completion.outcome is not None
-            assert completion.outcome.ok
-            done += 1
-    assert engine.close()
-    pool.close()
-    return pool.directories
+    bench = Bench("threads", Pool.open(spec))
+    for slot, identity in stored.items():
+        write = replace(bench.write(slot, 0, identity), client=clients.get(slot, 0))
+        bench.payload(0)[:] = payload(identity)
+        assert bench.run(write)[0].outcome.ok
+    assert bench.close()
+    return bench.pool.directories
 
 
 @contextmanager

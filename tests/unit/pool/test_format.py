@@ -190,27 +190,6 @@ def test_every_single_bit_flip_is_detected() -> None:
     assert verify(view, IDENTITY, size, PLACE, TAG) == OK
 
 
-@given(st.binary(max_size=2 * HEADER_BYTES))
-@example(b"")
-@example(bytes(HEADER_BYTES))
-def test_random_bytes_are_no_header_and_no_superblock(page: bytes) -> None:
-    assert parse_header(page) is None
-    with pytest.raises(PoolFormatError):
-        Superblock.decode(page[:HEADER_BYTES])
-
-
-@given(st.lists(st.tuples(st.integers(0, HEADER_BYTES - 1), st.integers(1, 255)), min_size=1))
-def test_mutated_headers_are_refused_or_unchanged(mutations: list[tuple[int, int]]) -> None:
-    slot = sealed(IDENTITY, b"payload")
-    before = bytes(slot)
-    for at, mask in mutations:
-        slot[at] ^= mask
-    if bytes(slot) == before:
-        return
-    # CRC-32C misses one in four billion, and never up to five flipped bits.
-    assert parse_header(slot) is None
-
-
 @pytest.mark.parametrize("length", [0, KEY_BYTES_MAX + 1])
 def test_a_key_that_does_not_fit_is_refused(length: int) -> None:
     identity = SlotIdentity(b"x" * length, 1)
@@ -302,13 +281,6 @@ def test_the_checksums_of_many_entries_need_columns_of_one_length() -> None:
     entries, crcs = np.zeros(5 * ENTRY_BYTES, np.uint8), np.empty(5, np.uint32)
     with pytest.raises(ValueError, match="differ in number"):
         core.entry_crcs(entries, np.arange(4), crcs)
-
-
-@given(st.binary(min_size=0, max_size=ENTRY_BYTES * 4))
-def test_random_table_bytes_are_not_valid(raw: bytes) -> None:
-    count = len(raw) // ENTRY_BYTES
-    table = decode_table(np.frombuffer(raw[: count * ENTRY_BYTES], np.uint8), np.arange(count))
-    assert not table.valid.any()
 
 
 def test_a_large_table_is_decoded_alike_whatever_the_batch() -> None:

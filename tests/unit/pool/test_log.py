@@ -20,7 +20,7 @@ from tests.unit.pool.kit import make_spec
 from vllm_nvmeof_offload.commands.pool.check import Damage, check
 from vllm_nvmeof_offload.commands.pool.offline import remove
 from vllm_nvmeof_offload.commands.pool.show import inspect_rank
-from vllm_nvmeof_offload.pool.format import Superblock, read_superblock, write_superblock
+from vllm_nvmeof_offload.pool.format import read_superblock
 from vllm_nvmeof_offload.pool.log import (
     LOG_PAGES_MAX,
     LOG_PAGES_MIN,
@@ -282,12 +282,3 @@ def test_a_disk_without_space_for_a_log_has_a_pool_without_one(
     pool = Pool.open(make_spec(tmp_path, pool_bytes=8 * MIB))
     assert pool.superblocks[0].log_pages == 0
     pool.close()
-
-
-def test_a_superblock_with_a_log_is_alike(tmp_path: Path) -> None:
-    pool = Pool.open(make_spec(tmp_path))
-    superblock: Superblock = pool.superblocks[0]
-    pool.close()
-    assert superblock.is_alike(replace(superblock, log_pages=77))
-    write_superblock(tmp_path, replace(superblock, log_pages=77))
-    assert read_superblock(tmp_path) == replace(superblock, log_pages=77)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import itertools
 import json
@@ -26,14 +25,13 @@ from typing import Any
 import pytest
 
 from tests.owners import living_elsewhere, page_elsewhere, put_page
-from tests.process import numbers_from, wait_until
+from tests.process import companions, numbers_from, wait_until
 from vllm_nvmeof_offload import LOGGER_NAME
 from vllm_nvmeof_offload.child import Companion
 from vllm_nvmeof_offload.commands.pool.offline import remove
 from vllm_nvmeof_offload.config import parse_config, resolve_pool_bytes
 from vllm_nvmeof_offload.errors import PoolError, PoolLockedError
 from vllm_nvmeof_offload.pool import ownership
-from vllm_nvmeof_offload.pool.format import Keyspace
 from vllm_nvmeof_offload.pool.keeper import Keeper, Region, keep
 from vllm_nvmeof_offload.pool.lease import (
     TAKEOVER_S,
@@ -47,21 +45,25 @@ from vllm_nvmeof_offload.pool.lease import (
     read_lease,
 )
 from vllm_nvmeof_offload.pool.ownership import LOCAL
-from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
+from vllm_nvmeof_offload.pool.pool import Pool
 from vllm_nvmeof_offload.pool.survey import disk_bytes, find
 from vllm_nvmeof_offload.pool.takeover import POLL_S, Takeover
 
 from .kit import entries, fill, make_spec
 
-#: Opens a pool at each line, says which engine it got, and holds it to the end of its input.
+#: Opens a pool at each line, says which engine it got, and holds it to the end of its input. At an
+#: empty job its first thread ends. Another one stays, as one does that waits in the kernel for a
+#: device, and with it the locks.
 CHILD = """
 import json, sys
 from pathlib import Path
+from tests.unit.first_thread import end_first_thread
 from tests.unit.pool.kit import fill, make_spec
 from vllm_nvmeof_offload.pool.pool import Pool
 print("ready", flush=True)
 for line in sys.stdin:
-    job = json.loads(line)
+    if not (job := json.loads(line)):
+        end_first_thread()
     pool = Pool.open(make_spec(*map(Path, job.pop("targets")), **job))
     fill(pool)
     print(pool.engine_index, flush=True)
@@ -97,6 +99,12 @@ class Rank:
         self.start()
         return int(self.line())
 
+    def begin_to_end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write("{}\n")
+        self.process.stdin.flush()
+        wait_until("its first thread's end", lambda: ownership.is_ending(self.process.pid))
+
     def kill(self) -> None:
         self.process.send_signal(signal.SIGKILL)
         self.process.communicate()
@@ -114,6 +122,19 @@ def ranks() -> Iterator[list[Rank]]:
 
 def ready(ranks: list[Rank]) -> None:
     assert [rank.line() for rank in ranks] == ["ready"] * len(ranks)
+
+
+@pytest.fixture
+def holder(ranks: list[Rank], tmp_path: Path) -> Rank:
+    """Return a live process that holds engine 0."""
+    return holding(ranks, Rank(tmp_path, rank=0, engine=""))
+
+
+def holding(ranks: list[Rank], one: Rank) -> Rank:
+    ranks.append(one)
+    ready([one])
+    assert one.open() == 0
+    return one
 
 
 def test_two_servers_that_start_at_once_do_not_mix_their_ranks(
@@ -278,65 +299,26 @@ def test_foreign_files_on_a_target_are_neither_counted_nor_read(
 
 # -- a server that starts while its killed predecessor still holds its locks ----------
 
-#: Its first thread ends on request; another one stays, as one does that waits in
-#: the kernel for a device, and with it the locks.
-ENDING_CHILD = """
-import sys, pathlib
-from tests.unit.first_thread import end_first_thread
-from tests.unit.pool.kit import make_spec
-from vllm_nvmeof_offload.pool.pool import Pool
-pool = Pool.open(make_spec(pathlib.Path(sys.argv[1]), engine=sys.argv[2], rank=int(sys.argv[3])))
-print(pool.engine_index, flush=True)
-sys.stdin.readline()
-end_first_thread()
-"""
-
-
-class Other:
-    """A server that holds engine 0, and can be made to end slowly."""
-
-    def __init__(self, target: Path, engine: str, rank: int) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", ENDING_CHILD, str(target), engine, str(rank)],
-            cwd=Path(__file__).resolve().parents[3],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert self.process.stdout is not None
-        assert self.process.stdout.readline() == "0\n"
-
-    def begin_to_end(self) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write("\n")
-        self.process.stdin.flush()
-        wait_until("its first thread's end", lambda: ownership.is_ending(self.process.pid))
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.communicate()
-
 
 @pytest.fixture(params=[("", 0), ("a", 1)], ids=["the same rank", "another rank"])
-def other(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Other]:
-    server = Other(tmp_path, *request.param)
-    yield server
-    server.end()
+def other(request: pytest.FixtureRequest, ranks: list[Rank], tmp_path: Path) -> Rank:
+    engine, rank = request.param
+    return holding(ranks, Rank(tmp_path, rank=rank, engine=engine))
 
 
 class _Ender(logging.Handler):
     """Ends the other server once ours logs that it waits."""
 
-    def __init__(self, other: Other) -> None:
+    def __init__(self, other: Rank) -> None:
         super().__init__()
         self._other = other
 
     def emit(self, record: logging.LogRecord) -> None:
         assert "waiting" in record.getMessage()
-        self._other.end()
+        self._other.kill()
 
 
-def test_the_pool_of_a_server_that_is_ending_is_waited_for(tmp_path: Path, other: Other) -> None:
+def test_the_pool_of_a_server_that_is_ending_is_waited_for(tmp_path: Path, other: Rank) -> None:
     other.begin_to_end()
     ender = _Ender(other)
     ours = logging.getLogger(LOGGER_NAME)
@@ -352,7 +334,7 @@ def test_the_pool_of_a_server_that_is_ending_is_waited_for(tmp_path: Path, other
 
 def test_the_wait_for_an_ending_server_is_bounded(
     tmp_path: Path,
-    other: Other,
+    other: Rank,
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -367,7 +349,7 @@ def test_the_wait_for_an_ending_server_is_bounded(
 
 
 def test_a_server_that_lives_is_not_waited_for(
-    tmp_path: Path, other: Other, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, other: Rank, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, LOGGER_NAME):
         pool = Pool.open(make_spec(tmp_path, engine="b"))
@@ -475,93 +457,19 @@ def test_an_owner_on_this_host_is_not_waited_for(tmp_path: Path) -> None:
     assert elsewhere.now_s == 0
 
 
-def test_a_beat_is_seen_through_the_page_cache(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Another host's write reaches the device, while this kernel still shows its cached page."""
-    elsewhere = Elsewhere([tmp_path], lives=False)
-    real = PageFile.read
-
-    def read(self: PageFile) -> bytes:
-        if elsewhere.now_s >= LOCAL.beat_s:
-            elsewhere.beat()
-        return real(self)
-
-    monkeypatch.setattr(PageFile, "read", read)
-    with pytest.raises(PoolLockedError, match="elsewhere"):
-        elsewhere.claim(tmp_path)
-
-
-@pytest.mark.parametrize("engine", ["", "b"])
-def test_a_pool_of_a_host_that_lives_is_not_opened(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
-) -> None:
-    """Rank 0 meets a lease in its own directory, or in that of another rank."""
-    pools = [Pool.open(make_spec(tmp_path, engine="a", rank=rank)) for rank in (0, 1)]
-    for pool in pools:
-        pool.close()
-    elsewhere = Elsewhere([pool.directories[0] for pool in pools], lives=True)
-    monkeypatch.setattr(ownership, "Takeover", lambda _: elsewhere.takeover)
-    monkeypatch.setattr(ownership.time, "sleep", elsewhere.wait)
-    with pytest.raises(PoolLockedError, match="pid 4711 on host elsewhere"):
-        Pool.open(make_spec(tmp_path, engine=engine, rank=0))
-
-
 def test_a_dead_hosts_pool_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pools = [Pool.open(make_spec(tmp_path, engine="a", rank=rank)) for rank in (0, 1)]
     places = [pool.directories[0] for pool in pools]
     for pool in pools:
         pool.close()
     Elsewhere(places, lives=False)
-    monkeypatch.setattr(ownership, "Takeover", lambda _: Takeover(0.01))
+    monkeypatch.setattr(ownership, "Takeover", lambda _: Takeover(0.3))
     pool = Pool.open(make_spec(tmp_path, engine="b", rank=0))
     assert pool.directories[0] == places[0]
     pool.close()
 
 
 # Ownership of a pool directory, and the child that renews a server's leases.
-
-
-OPENING_CHILD = """
-import sys, pathlib
-from vllm_nvmeof_offload.pool.format import Keyspace
-from vllm_nvmeof_offload.pool.pool import Pool, PoolSpec
-pool = Pool.open(PoolSpec((pathlib.Path(sys.argv[1]),), 1 << 20, 5000, Keyspace.of({"m": 1})))
-print(pool.engine_index, flush=True)
-sys.stdin.read()
-"""
-
-
-def sharing_spec(target: Path, engine_index: int | None = None) -> PoolSpec:
-    return PoolSpec(
-        (target,), 1 << 20, 5000, Keyspace.of({"m": 1}), engine_index=engine_index, o_direct="off"
-    )
-
-
-@pytest.fixture
-def other_process(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """A live process that holds engine 0."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", OPENING_CHILD, str(tmp_path)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert child.stdout is not None
-    assert child.stdout.readline() == "0\n"
-    yield child
-    child.kill()
-    child.communicate()
-
-
-def test_a_second_engine_takes_the_next_index(
-    tmp_path: Path, other_process: subprocess.Popen[str]
-) -> None:
-    pool = Pool.open(sharing_spec(tmp_path))
-    third = Pool.open(sharing_spec(tmp_path))
-    assert (pool.engine_index, third.engine_index) == (1, 2)
-    third.close()
-    pool.close()
 
 
 def page_in(directory: Path) -> LeasePage:
@@ -574,25 +482,13 @@ def _held_by(pid: int) -> str:
     return rf"engine-0.*pid {pid} on host {socket.gethostname()} \(renewed \d+ s ago\)"
 
 
-def test_an_index_that_is_held_is_refused_by_name(
-    tmp_path: Path, other_process: subprocess.Popen[str]
-) -> None:
-    with pytest.raises(PoolLockedError, match=_held_by(other_process.pid)):
-        Pool.open(sharing_spec(tmp_path, engine_index=0))
-
-
-def test_a_lock_left_by_sigkill_is_taken_over_at_once(
-    tmp_path: Path, other_process: subprocess.Popen[str]
-) -> None:
-    other_process.send_signal(signal.SIGKILL)
-    other_process.wait()
-    pool = Pool.open(sharing_spec(tmp_path, engine_index=0))
-    assert page_in(pool.directories[0]).pid == os.getpid()
-    pool.close()
+def test_an_index_that_is_held_is_refused_by_name(tmp_path: Path, holder: Rank) -> None:
+    with pytest.raises(PoolLockedError, match=_held_by(holder.process.pid)):
+        Pool.open(make_spec(tmp_path, engine_index=0))
 
 
 def test_a_closed_pool_names_no_owner(tmp_path: Path) -> None:
-    pool = Pool.open(sharing_spec(tmp_path))
+    pool = Pool.open(make_spec(tmp_path))
     pool.close()
     pool.close()
     assert page_in(pool.directories[0]).is_free
@@ -601,7 +497,7 @@ def test_a_closed_pool_names_no_owner(tmp_path: Path) -> None:
 
 def leave_lease(tmp_path: Path, **changes: object) -> Path:
     """Leave a lease as another host would."""
-    pool = Pool.open(sharing_spec(tmp_path))
+    pool = Pool.open(make_spec(tmp_path))
     pool.close()
     lease = pool.directories[0] / "lease"
     put_page(lease, page_elsewhere(**changes))
@@ -614,7 +510,7 @@ def test_a_live_owner_on_another_host_is_refused_by_name(
 ) -> None:
     lease = leave_lease(tmp_path)
     with living_elsewhere(lease), pytest.raises(PoolLockedError) as refusal:
-        Pool.open(sharing_spec(tmp_path, engine_index))
+        Pool.open(make_spec(tmp_path, engine_index=engine_index))
     message = str(refusal.value)
     assert str(lease) in message
     assert "4711" in message
@@ -639,28 +535,19 @@ def test_a_dead_owner_is_taken_over(
     lease = leave_lease(tmp_path)
     page = replace(page_elsewhere(), **changes)  # type: ignore[arg-type]
     lease.write_bytes(page.encode() if page.is_intact else b"garbage")
-    pool = Pool.open(sharing_spec(tmp_path, engine_index=0))
+    pool = Pool.open(make_spec(tmp_path, engine_index=0))
     assert pool.engine_index == 0
     pool.close()
 
 
-def test_a_dead_owner_of_this_kernel_is_not_waited_for(tmp_path: Path) -> None:
-    """Its flock has ended: a wait would take 30 s."""
-    leave_lease(tmp_path, boot=boot_id())
-    pool = Pool.open(sharing_spec(tmp_path, engine_index=0))
-    assert page_in(pool.directories[0]).generation == page_elsewhere().generation + 1
-    pool.close()
-
-
 def test_a_live_owner_with_a_boot_id_of_its_own_is_no_other_host(
-    tmp_path: Path, other_process: subprocess.Popen[str]
+    tmp_path: Path, holder: Rank
 ) -> None:
     """A container may have one. Its flock is refused, so it lives here."""
-    directory = tmp_path / Keyspace.of({"m": 1}).digest / "engine-0" / "rank-0"
+    (directory,) = tmp_path.glob("*/engine-0/rank-0")
     put_page(directory / "lease", replace(page_in(directory), boot=b"the container's."))
     assert Takeover().look(directory).kind == "live"
-    other_process.kill()
-    other_process.wait()
+    holder.kill()
     assert Takeover().look(directory).kind == "silent"
 
 
@@ -674,16 +561,16 @@ def test_a_repair_renews_its_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_failed_open_leaves_no_lock(tmp_path: Path) -> None:
-    pool = Pool.open(sharing_spec(tmp_path))
+    pool = Pool.open(make_spec(tmp_path))
     slab = pool.directories[0] / "slab"
     pool.close()
     slab.unlink()
     slab.mkdir()
     for _ in range(2):
         with pytest.raises(Exception, match="slab"):
-            Pool.open(sharing_spec(tmp_path, engine_index=0))
+            Pool.open(make_spec(tmp_path, engine_index=0))
     slab.rmdir()
-    Pool.open(sharing_spec(tmp_path, engine_index=0)).close()
+    Pool.open(make_spec(tmp_path, engine_index=0)).close()
 
 
 def test_a_released_directory_is_free_although_a_prober_has_the_descriptor(tmp_path: Path) -> None:
@@ -798,32 +685,19 @@ def test_a_torn_page_is_written_again(held: Held) -> None:
 
 
 def beating_for(pid: int) -> list[int]:
-    """The processes that renew the leases of `pid`; their parent has ended."""
-    command = b"-m\0vllm_nvmeof_offload.pool.keeper\0%d\0" % pid
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if command in (process / "cmdline").read_bytes():
-                parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-                found += [int(process.name)] if parent not in (pid, *found) else []
-    return found
+    """The processes that renew the leases of `pid`."""
+    return companions(b"-m\0vllm_nvmeof_offload.pool.keeper\0%d\0" % pid, server=pid)
 
 
 def test_a_killed_renewer_has_a_successor(held: Held) -> None:
-    keeping = held.keep()
-    held.await_beat()
-    (first,) = beating_for(os.getpid())
-    os.kill(first, signal.SIGKILL)
-    wait_until("a successor", lambda: beating_for(os.getpid()) not in ([], [first]))
-    held.await_beat()
-    keeping.stop()
-
-
-def test_a_killed_renewer_has_a_successor_in_a_server_with_many_descriptors(
-    held: Held,
-) -> None:
-    with numbers_from(1024):
-        test_a_killed_renewer_has_a_successor(held)
+    with numbers_from(1024):  # in a server with many descriptors
+        keeping = held.keep()
+        held.await_beat()
+        (first,) = beating_for(os.getpid())
+        os.kill(first, signal.SIGKILL)
+        wait_until("a successor", lambda: beating_for(os.getpid()) not in ([], [first]))
+        held.await_beat()
+        keeping.stop()
     wait_until("its end", lambda: beating_for(os.getpid()) == [])
 
 

@@ -7,7 +7,6 @@ import errno
 import fcntl
 import logging
 import os
-import resource
 import stat
 import subprocess
 import threading
@@ -24,7 +23,6 @@ from tests.process import wait_until
 from tests.slots import read_slot, table_at, write_slot
 from vllm_nvmeof_offload.errors import CANCELLED, OK, STALE, PoolError, PoolLockedError, io_error
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
-from vllm_nvmeof_offload.limits import space_bytes
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.pool import pool as superblock_writer
@@ -262,16 +260,6 @@ def test_a_pool_of_an_unknown_format_is_refused_by_its_number(open_pool: OpenPoo
     assert entries(open_pool(2)) == STORED, "nothing was wiped"
 
 
-def test_a_reset_that_reached_one_target_only_voids_all(open_pool: OpenPool) -> None:
-    pool = open_pool(2)
-    fill(pool)
-    old = (pool.directories[1] / "superblock").read_bytes()
-    assert reset(pool, TAG).ok
-    (pool.directories[1] / "superblock").write_bytes(old)
-    pool = open_pool(2)
-    assert entries(pool) == {}
-
-
 def test_a_reset_that_cannot_be_written_fails_and_begins_an_epoch(
     open_pool: OpenPool,
 ) -> None:
@@ -492,37 +480,6 @@ def test_names_on_disk_reveal_no_key(open_pool: OpenPool, tmp_path: Path) -> Non
     }
 
 
-def test_a_full_target_shrinks_the_pool(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        spec = make_spec(small_disk, slots=500)
-        pool = Pool.open(spec)
-    assert 50 < pool.slots < 86  # of 12 KiB in 1 MiB
-    free, kept = space_bytes(small_disk)
-    assert free >= kept >= 64 << 10, "something stays free for others"
-    assert caplog.text.count(f"no space for {spec.slots_per_target} slots") == 1
-    for slot in range(pool.slots):
-        put(pool, slot, name(slot))
-    stored = {slot: name(slot) for slot in range(pool.slots)}
-    assert reset(pool, TAG).ok  # there is room for superblocks even now
-    for slot in range(pool.slots):
-        put(pool, slot, name(slot))
-    pool.close()
-    pool = Pool.open(make_spec(small_disk, slots=500))
-    assert entries(pool) == stored
-    pool.close()
-
-
-def test_a_disk_filled_by_others_later_costs_no_slot(small_disk: Path) -> None:
-    pool = Pool.open(make_spec(small_disk, slots=500))
-    slots = pool.slots
-    pool.close()
-    status = os.statvfs(small_disk)
-    (small_disk / "ballast").write_bytes(bytes((status.f_bavail - 4) * status.f_frsize))
-    pool = Pool.open(make_spec(small_disk, slots=500))
-    assert pool.slots == slots
-    pool.close()
-
-
 def test_targets_of_unequal_size_are_used_to_the_smaller(small_disk: Path, tmp_path: Path) -> None:
     pool = Pool.open(make_spec(small_disk, tmp_path / "t0", slots=500))
     assert pool.slots < 500
@@ -538,20 +495,13 @@ def test_no_space_for_one_slot_is_refused_by_name(small_disk: Path) -> None:
         Pool.open(make_spec(small_disk))
 
 
-class Refusing:
-    """Replaces the one call that opens with O_DIRECT by that of a file system without it."""
-
-    def __init__(self, error: int) -> None:
-        self._error = error
-
-    def __call__(self, directory: Path) -> None:
-        raise OSError(self._error, os.strerror(self._error))
-
-
 def test_without_o_direct_auto_falls_back_and_logs_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(slab, "probe_o_direct", Refusing(errno.EINVAL))
+    def refuse(_directory: Path) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(slab, "probe_o_direct", refuse)
     with pytest.raises(PoolError, match="O_DIRECT does not work"):
         Pool.open(make_spec(tmp_path / "t0", o_direct="on"))
     pool = Pool.open(make_spec(tmp_path / "t0", o_direct="auto"))
@@ -573,20 +523,6 @@ def test_the_o_direct_probe_asks_the_file_system(tmp_path: Path) -> None:
         assert [path.name for path in tmp_path.iterdir()] == ["x"]
     with pytest.raises(OSError, match=r"Invalid argument|such|denied|supported"):
         probe_o_direct(Path("/proc/self"))
-
-
-def test_a_write_that_the_disk_refuses_is_an_io_error(open_pool: OpenPool) -> None:
-    """A real refusal by the kernel: RLIMIT_FSIZE below the slot's place."""
-    pool = open_pool()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    slot = memoryview(bytearray(pool.slot_bytes))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * SLOT_BYTES, hard))
-    try:
-        outcome = write_slot(pool, slot, 9, name(9))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert outcome == io_error(errno.EFBIG)
-    assert entries(open_pool()) == {}
 
 
 # -- retained sessions ----------------------------------------------------------------
@@ -704,27 +640,6 @@ def test_a_reset_needs_no_new_thread(open_pool: OpenPool, monkeypatch: pytest.Mo
     assert pool.stamp.epoch != old
 
 
-@pytest.mark.parametrize("target", [0, 1])
-def test_the_other_target_does_not_wait(open_pool: OpenPool, hang: Hang, target: int) -> None:
-    pool = open_pool(2)
-    fill(pool)
-    old = pool.stamp.epoch
-    hang.where = {f"t{target}"}
-    superblocks = Superblocks(pool, TAG)
-    superblocks.wait(1 - target)
-    new = pool.stamp.epoch
-    assert set(epochs(pool)) == {old, new}
-    assert superblocks.outcomes[target] is None
-    assert not pool.await_superblocks(0)
-    hang.end()
-    superblocks.wait(target)
-    assert superblocks.outcomes == [OK, OK]
-    assert pool.await_superblocks(120.0)
-    assert epochs(pool) == [new, new]
-    put(pool, 5, name(50))
-    assert entries(open_pool(2)) == {5: name(50)}
-
-
 def test_an_older_superblock_never_follows_a_newer_one(open_pool: OpenPool, hang: Hang) -> None:
     pool = open_pool(2)
     hang.where = {"t0"}
@@ -743,25 +658,6 @@ def test_an_older_superblock_never_follows_a_newer_one(open_pool: OpenPool, hang
     assert (resets[0].outcomes[0], resets[-1].outcomes[0]) == (OK, OK)
     assert hang.entered == 2, "only the newest one follows"
     assert epochs(pool) == [pool.stamp.epoch] * 2
-
-
-def test_a_target_that_fails_beside_one_that_hangs(open_pool: OpenPool, hang: Hang) -> None:
-    """Neither names what is written there until it has the superblock."""
-    pool = open_pool(2)
-    old = pool.stamp
-    hang.where = {"t0"}
-    blocker = pool.directories[1] / "superblock.new"
-    blocker.mkdir()
-    superblocks = Superblocks(pool, TAG)
-    superblocks.wait(1)
-    assert superblocks.outcomes == [None, io_error(errno.EISDIR)]
-    named = pool.superblocks[0].epoch
-    assert superblocks.stamp.epoch == named
-    assert superblocks.unnamed.epoch not in (named, old.epoch)
-    assert epochs(pool) == [old.epoch] * 2
-    hang.end()
-    superblocks.wait(0)
-    assert epochs(pool) == [named, old.epoch]
 
 
 def test_a_writer_that_hung_while_another_wrote_changes_nothing(
