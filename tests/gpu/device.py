@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -27,44 +27,10 @@ def has_gpu() -> bool:
     return Path("/dev/nvidiactl").exists()
 
 
-class Memory(Protocol):
-    """Bytes on the device."""
-
-    address: int
-
-    def write(self, content: np.ndarray) -> None:
-        """Write now; everything that is submitted later sees the bytes."""
-
-    def read(self) -> np.ndarray:
-        """Read now, after all work of the model's stream."""
-
-
-class Device(Protocol):
-    """One GPU or its stand-in. cuda: None if the KV cache is in CPU memory."""
-
-    cuda: Cuda | None
-
-    def allocate(self, count: int) -> Memory: ...
-
-    def kernel(self) -> int:
-        """The fast copy kernel."""
-
-    def crc_kernel(self) -> int:
-        """The kernel of checksums."""
-
-    def model_stream(self) -> int: ...
-
-    def later(self, memory: Memory, content: np.ndarray) -> None:
-        """Compute for a while on the model's stream, then write `content`."""
-
-    def go_on(self) -> None:
-        """Advance the device; a GPU advances by itself."""
-
-    def capture(self, meanwhile: Callable[[], None]) -> None:
-        """Capture a graph as vLLM does while `meanwhile` runs; check that the graph is whole."""
-
-
 class _TorchMemory:
+    """Bytes on the GPU. What is written is seen by all that is submitted later, and what is read
+    follows all work of the model's stream."""
+
     def __init__(self, torch: Any, count: int) -> None:
         self.tensor = torch.zeros(count, dtype=torch.uint8, device="cuda")
         self.address = self.tensor.data_ptr()
@@ -80,7 +46,7 @@ class _TorchMemory:
 
 
 class TorchDevice:
-    """The first GPU."""
+    """The first GPU. The other devices have the same methods."""
 
     def __init__(self) -> None:
         import torch
@@ -89,7 +55,7 @@ class TorchDevice:
         torch.cuda.init()
         self.cuda: Cuda = Cuda(torch.cuda.current_device())
 
-    def allocate(self, count: int) -> Memory:
+    def allocate(self, count: int) -> _TorchMemory:
         return _TorchMemory(self._torch, count)
 
     def kernel(self) -> int:
@@ -101,16 +67,17 @@ class TorchDevice:
     def model_stream(self) -> int:
         return int(self._torch.cuda.current_stream().cuda_stream)
 
-    def later(self, memory: Memory, content: np.ndarray) -> None:
-        assert isinstance(memory, _TorchMemory)
+    def later(self, memory: _TorchMemory, content: np.ndarray) -> None:
+        """Compute for a while on the model's stream, then write `content`."""
         ready = self._torch.from_numpy(content).cuda()
         self._torch.cuda._sleep(_SLOW_CYCLES)
         memory.tensor.copy_(ready)
 
     def go_on(self) -> None:
-        return
+        """Advance the device; a GPU advances by itself."""
 
     def capture(self, meanwhile: Callable[[], None]) -> None:
+        """Capture a graph as vLLM does while `meanwhile` runs; check that the graph is whole."""
         torch = self._torch
         graph, one = torch.cuda.CUDAGraph(), torch.ones(1 << 20, device="cuda")
         torch.cuda.synchronize()
@@ -135,15 +102,33 @@ class _StubMemory:
         return self.array.copy()
 
 
-class StubDevice:
+class HostDevice:
+    """CPU memory and the host's copies. The forward pass has run when vLLM asks for a copy."""
+
+    cuda: Cuda | None = None
+
+    def allocate(self, count: int) -> _StubMemory:
+        return _StubMemory(count)
+
+    def model_stream(self) -> int:
+        raise AssertionError("the host has no streams")
+
+    def later(self, memory: _StubMemory, content: np.ndarray) -> None:
+        memory.write(content)
+
+    def go_on(self) -> None:
+        return
+
+    def capture(self, meanwhile: Callable[[], None]) -> None:
+        meanwhile()
+
+
+class StubDevice(HostDevice):
     """No GPU: see `FakeCuda`."""
 
     def __init__(self, seed: int = 0) -> None:
         self._fake = FakeCuda(seed)
-        self.cuda: Cuda = self._fake
-
-    def allocate(self, count: int) -> Memory:
-        return _StubMemory(count)
+        self.cuda = self._fake
 
     def kernel(self) -> int:
         return self.cuda.load_kernel(b"", "copy_blocks")
@@ -154,9 +139,8 @@ class StubDevice:
     def model_stream(self) -> int:
         return MODEL_STREAM
 
-    def later(self, memory: Memory, content: np.ndarray) -> None:
-        write: Callable[[], None] = functools.partial(memory.write, content.copy())
-        self._fake.on_model(write)
+    def later(self, memory: _StubMemory, content: np.ndarray) -> None:
+        self._fake.on_model(functools.partial(memory.write, content.copy()))
 
     def go_on(self) -> None:
         self._fake.drain()
@@ -168,31 +152,7 @@ class StubDevice:
         assert self._fake.spoilt == []
 
 
-class HostDevice:
-    """CPU memory and the host's copies. The forward pass has run when vLLM asks for a copy."""
-
-    cuda = None
-
-    def allocate(self, count: int) -> Memory:
-        return _StubMemory(count)
-
-    def kernel(self) -> int:
-        raise AssertionError("the host has no kernel")
-
-    def crc_kernel(self) -> int:
-        raise AssertionError("the host has no kernel")
-
-    def model_stream(self) -> int:
-        raise AssertionError("the host has no streams")
-
-    def later(self, memory: Memory, content: np.ndarray) -> None:
-        memory.write(content)
-
-    def go_on(self) -> None:
-        return
-
-    def capture(self, meanwhile: Callable[[], None]) -> None:
-        meanwhile()
+Device = TorchDevice | StubDevice | HostDevice
 
 
 @functools.cache

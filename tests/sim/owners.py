@@ -339,7 +339,7 @@ REGION_ERRNOS = (errno.ENOENT, errno.EBADF, errno.ESTALE, 0)
 
 
 class SimOpener:
-    """Implements `RegionOpener` for one rank. A descriptor is a number that is never used again."""
+    """Stands in for `RegionFiles`. A descriptor is a number that is never used again."""
 
     def __init__(
         self, owners: Owners, rank: int, knobs: Knobs, clock: Clock, rng: random.Random

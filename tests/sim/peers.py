@@ -70,7 +70,7 @@ class _Pull:
 
 
 class SimPeers:
-    """Implements `PeerPort` for one rank."""
+    """Stands in for `PeerClients` for one rank."""
 
     def __init__(self, io: SimIo, memory: Memory, knobs: Knobs, clock: Clock, seed: float) -> None:
         self._io = io
@@ -102,7 +102,7 @@ class SimPeers:
                 self._helpers[identity] = helpers
         return helpers
 
-    # -- PeerPort ---------------------------------------------------------------------
+    # -- PeerClients ------------------------------------------------------------------
 
     def state(self, lane: int) -> PeerState:
         rng = self._rng

@@ -33,9 +33,8 @@ def joined(tensors: Sequence[CacheTensor]) -> list[CacheTensor]:
     found: list[CacheTensor] = []
     for one in tensors:
         if found and one.address == found[-1].address + found[-1].page_bytes:
-            both = replace(one, address=found[-1].address)
-            both = replace(both, page_bytes=found[-1].page_bytes + one.page_bytes)
-            same = replace(found[-1], page_bytes=both.page_bytes) == both
+            both = replace(found[-1], page_bytes=found[-1].page_bytes + one.page_bytes)
+            same = replace(both, address=one.address, page_bytes=one.page_bytes) == one
             if same and both.page_bytes <= both.stride_bytes:
                 found[-1] = both
                 continue

@@ -106,7 +106,6 @@ class _Reading:
 class ClientCounts:
     """Counts of all peers' reads and of their failures."""
 
-    pulled: int = 0
     pulled_bytes: int = 0
     failed: collections.Counter[str] = field(default_factory=collections.Counter)
     malformed: int = 0
@@ -584,7 +583,6 @@ class PeerClients(SessionThread):
 
     def _end(self, read: PeerRead, outcome: Outcome, *, released: bool = True) -> None:
         if outcome.ok:
-            self.counts.pulled += 1
             self.counts.pulled_bytes += read.payload_bytes
         else:
             self.counts.failed[outcome.kind.value] += 1

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -43,7 +43,6 @@ from vllm_nvmeof_offload.peers.base import (
     Levels,
     PeerEnd,
     PeerRead,
-    PeerState,
     Served,
     ServePort,
     SlotMemory,
@@ -72,29 +71,13 @@ FindRegion = Callable[[bytes], tuple[int, int] | None]
 _T = TypeVar("_T")
 
 
-class PeerPort(Protocol):
-    """The sessions with peers. Only the pipeline's thread calls these methods, and none blocks."""
-
-    def submit(self, lane: int, reads: Sequence[PeerRead]) -> None:
-        """Request `reads` from the lane's peer, at most as many as its credits allow."""
-
-    def cancel(self, tokens: Sequence[int]) -> None:
-        """Cancel these reads. `poll` still reports that they ended."""
-
-    def poll(self) -> list[PeerEnd]:
-        """Take the reads that ended since the last call."""
-
-    def state(self, lane: int) -> PeerState:
-        """Return the last known state of the lane's peer."""
-
-
 @dataclass(frozen=True, slots=True)
 class Peers:
-    """The peers' lanes. `slot_place` returns the place that the header of one of our slots must
-    name. `landing` copies chunks from stream slots to cache slots. Loads of fewer than `chunks_min`
-    chunks use no peer."""
+    """The peers' lanes. `port` has the sessions with peers. `slot_place` returns the place that the
+    header of one of our slots must name. `landing` copies chunks from stream slots to cache slots.
+    Loads of fewer than `chunks_min` chunks use no peer."""
 
-    port: PeerPort
+    port: PeerClients
     lanes: int
     slot_place: Callable[[int], SlotPlace]
     landing: CopyEngine
@@ -394,12 +377,10 @@ def open_links(
     wake: Callable[[], None],
     staging: Staging,
 ) -> PeerLinks | None:
-    """Start the threads for peers; return None without peers. `tag` is the current share tag.
-    `wake` is called after chunks from peers have been copied into cache slots. Raises ConfigError
-    if this process cannot listen at `peer_listen`, or its messaging library does not support share
-    secrets."""
-    if not settings.peers and serve_port is None:
-        return None
+    """Start the threads for peers; return None without the messaging libraries. `tag` is the
+    current share tag. `wake` is called after chunks from peers have been copied into cache slots.
+    Raises ConfigError if this process cannot listen at `peer_listen`, or its messaging library does
+    not support share secrets."""
     rank, listen = common.rank, settings.peer_listen
     for one in settings.peers:
         _check_port(one, "peers", rank, f"rank {rank}")

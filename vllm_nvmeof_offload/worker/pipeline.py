@@ -61,7 +61,7 @@ from vllm_nvmeof_offload.staging import StagingMap
 from vllm_nvmeof_offload.targets.health import TargetHealth
 from vllm_nvmeof_offload.units import HEADER_BYTES, MIB
 from vllm_nvmeof_offload.worker.peer_reads import Peering, PeerLinks, Peers, Serve, Serving
-from vllm_nvmeof_offload.worker.regions import RegionOpener, Regions
+from vllm_nvmeof_offload.worker.regions import RegionFiles, Regions
 
 #: A store or load: op, whether it is a store, batch, and the GPU blocks of all groups (int32[m]),
 #: group by group. The last two are the number of blocks per group, and the index of each group's
@@ -143,7 +143,7 @@ class TransferPipeline:
         limits: TransferLimits,
         clock: Callable[[], float] = time.monotonic,
         *,
-        opener: RegionOpener | None = None,
+        opener: RegionFiles | None = None,
         peers: Peers | None = None,
         serve: Serve | None = None,
     ) -> None:

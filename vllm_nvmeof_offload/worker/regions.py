@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, TypeVar
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.errors import PoolFormatError
@@ -69,30 +69,11 @@ class FoundPool(NamedTuple):
     pool_uuid: bytes
 
 
-class RegionOpener(Protocol):
-    """An opener of regions. It never blocks, and wakes the pipeline's thread for each answer."""
-
-    def open(self, command: AttachCommand, targets: Sequence[int]) -> None:
-        """Open the regions of the command's owner on these targets."""
-
-    def take(self) -> list[OpenRegions]:
-        """Take the answers received since the last call. The caller must close their files."""
-
-    def close(self, regions: Iterable[ForeignSlab]) -> None:
-        """Close the files of these regions."""
-
-    def look_for(self, region_uuid: bytes) -> None:
-        """Search our targets for this region, unless a search is already running."""
-
-    def take_found(self) -> list[FoundPool]:
-        """Take the pools of the regions found since the last call."""
-
-
 class Regions:
     """The regions in use, by engine (owner). All calls come from the pipeline's thread."""
 
     def __init__(
-        self, machine: Machine, io: IoEngine, opener: RegionOpener, target_count: int
+        self, machine: Machine, io: IoEngine, opener: RegionFiles, target_count: int
     ) -> None:
         self._machine, self._io, self._opener = machine, io, opener
         self._wanted: dict[int, AttachCommand] = {}  # the newest command, by owner
@@ -197,10 +178,10 @@ class Regions:
 
 
 class RegionFiles:
-    """The `RegionOpener` for the directories next to those of our pool."""
+    """The files of regions in the directories next to those of our pool. Only `end` blocks."""
 
     def __init__(self, pool: Pool, wake: Callable[[], None]) -> None:
-        """`wake` is called, on any thread, when `take` has something to return."""
+        """`wake` is called, on any thread, when `take` or `take_found` has something to return."""
         self._pool = pool
         self._wake = wake
         self._background = Background("nvmeof-attach", _OPENERS)
@@ -214,6 +195,7 @@ class RegionFiles:
         self._ended = False
 
     def open(self, command: AttachCommand, targets: Sequence[int]) -> None:
+        """Open the regions of the command's owner on these targets."""
         with self._lock:
             full = self._opening >= _OPENING_MAX
             self._opening += not full
@@ -223,9 +205,11 @@ class RegionFiles:
             self._background.run(object(), partial(self._run, command, targets))
 
     def take(self) -> list[OpenRegions]:
+        """Take the answers received since the last call. The caller must close their files."""
         return _drained(self._answers)
 
     def close(self, regions: Iterable[ForeignSlab]) -> None:
+        """Close the files of these regions."""
         with self._lock:
             targets = self._open_fds.copy()
         for fd in [region.fd for region in regions]:
@@ -234,6 +218,7 @@ class RegionFiles:
                 background.run("close", partial(self._close, [fd]))
 
     def look_for(self, region_uuid: bytes) -> None:
+        """Search our targets for this region, unless a search is already running."""
         with self._lock:
             if len(self._sought) < _OPENING_MAX:
                 self._sought.add(region_uuid)
@@ -243,6 +228,7 @@ class RegionFiles:
         self._background.run("look", self._look)
 
     def take_found(self) -> list[FoundPool]:
+        """Take the pools of the regions found since the last call."""
         return _drained(self._found)
 
     def end(self, abandon: bool = False) -> None:

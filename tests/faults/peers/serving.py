@@ -24,7 +24,7 @@ from vllm_nvmeof_bench.servers.faults import FaultyIoEngine
 
 from tests.contract.rig import ENGINES, STAGING_SLOTS, Rig, content, name
 from tests.faults.peers.stand_in import install
-from vllm_nvmeof_offload.errors import CANCELLED, STALE
+from vllm_nvmeof_offload.errors import CANCELLED
 from vllm_nvmeof_offload.io.base import ForeignSlab, IoEngine, IoOp, Waker
 from vllm_nvmeof_offload.peers.base import Common, Levels, PeerRead, Served, SlotMemory
 from vllm_nvmeof_offload.peers.server import PeerServer
@@ -125,8 +125,7 @@ class BadPort:
     """A port that does wrong, in one way.
 
     another: gives the whole slot of another chunk. flipped: gives one wrong byte. silent: never
-    answers. stale: says that each chunk is another one by now. hasty: a thread writes other chunks
-    into all slots all the time.
+    answers. hasty: a thread writes other chunks into all slots all the time.
     """
 
     def __init__(self, inner: EnginePort, how: str, rig: Rig, slots: list[bytes]) -> None:
@@ -154,8 +153,6 @@ class BadPort:
 
     def _spoiled(self, one: Served) -> Served:
         start = self._addresses.pop(one.token) - self._rig.base_address
-        if self._how == "stale":
-            return Served(one.token, STALE)
         if self._how == "another":
             other = self._dice.choice(self._slots)
             self._rig.memory[start : start + len(other)] = other

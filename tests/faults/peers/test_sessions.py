@@ -24,7 +24,6 @@ from vllm_nvmeof_offload.errors import (
     CHECKSUM_MISMATCH,
     OK,
     STALE,
-    EngineError,
     io_error,
 )
 from vllm_nvmeof_offload.io.base import ALLOWED_CPUS
@@ -190,6 +189,7 @@ def test_a_peer_that_stays_silent_loses_its_session(peer: FakePeer, puller: Pull
     assert puller.run(puller.read(0)) == [LOST]
     puller.until(lambda: puller.clients.counts.lost == 1)
     assert SILENT_S - LATE_S <= time.monotonic() - begun_s <= SILENT_S + BUSY_S
+    assert puller.clients.state(0) == NO_PEER._replace(lost=1), "the stall before is not counted"
 
 
 def test_stalls_are_counted_for_who_judges_the_peer(peer: FakePeer, puller: Puller) -> None:
@@ -198,14 +198,6 @@ def test_stalls_are_counted_for_who_judges_the_peer(peer: FakePeer, puller: Pull
         puller.until(lambda stalls=stalls: puller.clients.state(0).lost == stalls)  # type: ignore[misc]
         peer.send(Beat())
         puller.wait_usable()
-
-
-def test_a_session_that_is_lost_after_a_stall_is_counted_once(
-    peer: FakePeer, puller: Puller
-) -> None:
-    assert puller.run(puller.read(0)) == [LOST]
-    puller.until(lambda: puller.clients.counts.lost == 1)
-    assert puller.clients.state(0) == NO_PEER._replace(lost=1)
 
 
 def test_time_in_which_this_side_does_not_run_says_nothing_of_the_peer(
@@ -501,11 +493,6 @@ def test_an_asker_has_its_own_numbers(desk: Desk) -> None:
     second.read(3)
     desk.until(lambda: desk.port.started == [3, 3])
     assert desk.server.counts.malformed == 0
-
-
-def test_an_address_that_cannot_be_had_says_so(desk: Desk) -> None:
-    with pytest.raises(EngineError, match="cannot serve peers at tcp"):
-        Desk(address=desk.server.address)
 
 
 @pytest.mark.skipif(len(ALLOWED_CPUS) < 2, reason="one CPU")

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run by `test_device.py` where NVIDIA's library is the stub: real cuda-python over it. By hand,
-`time` prints what a submission costs, and `delay` how soon a load is submitted."""
+"""Run by `test_device.py` where NVIDIA's library is the stub: real cuda-python over it."""
 
 from __future__ import annotations
 
 import ctypes
 import os
 import select
-import sys
 import sysconfig
 import threading
 import time
@@ -19,14 +17,9 @@ from vllm_nvmeof_offload.copy.base import Backend, Direction
 from vllm_nvmeof_offload.copy.calibration import Selector
 from vllm_nvmeof_offload.copy.cuda import Copiers, CudaCopyEngine, DmaCopier, KernelCopier
 from vllm_nvmeof_offload.copy.driver import ORDER_ANY, ORDER_STREAM, Cuda, CudaError
-from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
-from vllm_nvmeof_offload.groups import Group, GroupKind
-from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
-from vllm_nvmeof_offload.protocol import NOWHERE, ChunkBatch
+from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.staging import StagingMap
-from vllm_nvmeof_offload.units import PAGE_BYTES, slot_stride_bytes
-from vllm_nvmeof_offload.worker.pipeline import PipelineRunner, TransferLimits, TransferPipeline
 
 SLOTS, SLOT_BYTES = 8, 8192
 #: The pieces of a large batch.
@@ -59,12 +52,7 @@ def pieces(cache: np.ndarray, staging: np.ndarray, count: int, size: int) -> np.
     return rows
 
 
-def engine(
-    cuda: Cuda,
-    staging: np.ndarray,
-    backend: Backend,
-    waker: Waker | None = None,
-) -> CudaCopyEngine:
+def engine(cuda: Cuda, staging: np.ndarray, backend: Backend, waker: Waker) -> CudaCopyEngine:
     place = StagingMap(staging.ctypes.data, SLOT_BYTES, SLOTS - 2, 2)
     pins = StagingPinning(cuda, place, lambda: None, piece_bytes_max=3 * SLOT_BYTES)
     pins.start()
@@ -184,81 +172,8 @@ def nothing_takes_the_lock(cuda: Cuda, backend: Backend) -> None:
     copy.close()
 
 
-def host_time(cuda: Cuda, backend: Backend, count: int = COUNT, rounds: int = 2000) -> float:
-    """Median µs of one submit of `count` pieces: our part, and the stub's few ns per piece.
-
-    No waiter thread runs: the stub's copies end at once, and the thread would wake in between.
-    """
-    memory = np.zeros(4 * count * 64, np.uint8)
-    copy = engine(cuda, memory, backend)
-    rows = pieces(memory, memory[2 * count * 64 :], count, 64)
-    rows[:, 1] = memory.ctypes.data  # within what is registered; the stub copies nothing
-    took = []
-    for _ in range(rounds):
-        fence = copy.record_fence()
-        start_s = time.perf_counter()
-        copy.submit(Direction.STORE, rows, fence)
-        took.append(1e6 * (time.perf_counter() - start_s))
-        copy.poll()
-    copy.close()
-    return float(np.median(took))
-
-
-class Times(ctypes.Structure):
-    """`stub_times` of stub_driver.c."""
-
-    _fields_ = (("first_ns", ctypes.c_uint64), ("copies", ctypes.c_uint64))
-
-
-def delay_us(cuda: Cuda, count: int, rounds: int = 200) -> dict[str, list[float]]:
-    """Medians and 95th percentiles of the µs from a load's hand-over to its first batch call, by
-    the runner's method, in turn. Meanwhile this thread is busy, as the model's is."""
-    times = Times.in_dll(ctypes.CDLL("libcuda.so.1"), "stub_times")
-    cache = np.zeros((2 * count, 64), np.uint8)  # every second row: nothing to merge
-    geometry = CacheGeometry(
-        [(Group(0, GroupKind.FULL, 1), [CacheTensor(cache.ctypes.data, 128, 64, count)])]
-    )
-    slot_bytes = slot_stride_bytes(geometry.payload_bytes)
-    staging = np.zeros(slot_bytes * (count + 2), np.uint8)
-    base = -(-staging.ctypes.data // PAGE_BYTES) * PAGE_BYTES
-    waker, io, place = Waker(), NoIoEngine(), StagingMap(base, slot_bytes, count, 1)
-    pins = StagingPinning(cuda, place, waker.wake)
-    pins.start()
-    pins.wait()
-    copiers = Copiers(DmaCopier(cuda), None, lambda _, __: Backend.DMA)
-    copy = CudaCopyEngine(cuda, lambda: 0, copiers, pins, geometry.starts, waker)
-    limits = TransferLimits(group_bytes=geometry.group_bytes)
-    runner = PipelineRunner(TransferPipeline(place, copy, io, limits), waker, io.fileno())
-    slots = np.arange(count, dtype=np.int32)
-    places, groups = np.full(count, NOWHERE, np.int64), np.zeros(count, np.uint8)
-    batch = ChunkBatch.of(bytes(12 * count), np.ones(count, np.uint64), slots, places, groups)
-    found: dict[str, list[float]] = {"hand_over": [], "start": []}
-    for op in range(1, 2 * rounds + 2):
-        how = ("hand_over", "start")[op % 2 and op > 1]
-        fence, job = copy.record_fence(), (op, op == 1, batch, slots, [count], [0])
-        times.first_ns, began_ns = 0, time.monotonic_ns()
-        getattr(runner, how)(lambda p, job=job, fence=fence: p.transfer(geometry, [job], fence), op)
-        while time.monotonic_ns() < began_ns + 3_000_000:
-            pass
-        runner.wait([op])
-        runner.take()
-        if op > 1:  # the first is a store, which fills the slots
-            found[how].append((times.first_ns - began_ns) / 1000)
-    runner.stop()
-    copy.close()
-    return {how: np.quantile(values, (0.5, 0.95)).tolist() for how, values in found.items()}
-
-
 def main() -> None:
     cuda = Cuda(0)
-    if sys.argv[1:] == ["delay"]:
-        for count in (1, 16, 256, COUNT):
-            print(count, delay_us(cuda, count))
-        return
-    if sys.argv[1:] == ["time"]:
-        for backend in Backend:
-            print(f"{backend.value}: {host_time(cuda, backend):.1f} us")
-        return
     facts(cuda)
     if "STUB_OLD_DRIVER" in os.environ:
         assert not cuda.has_batch

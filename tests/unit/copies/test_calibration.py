@@ -20,7 +20,7 @@ import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
 from vllm_nvmeof_offload.copy import calibration, driver
-from vllm_nvmeof_offload.copy.base import Backend, Direction, coalesce
+from vllm_nvmeof_offload.copy.base import Backend, Direction
 from vllm_nvmeof_offload.copy.calibration import (
     COUNTS,
     FRAGMENT_BYTES,
@@ -215,14 +215,6 @@ def test_calibration_without_gpu_memory_leaves_nothing() -> None:
         _calibrate(cuda, budget_s=1.0)
 
 
-def test_merging_adjacent_pieces_keeps_every_byte() -> None:
-    pieces = _pieces(4, 64)
-    pieces[1, :2] = pieces[0, :2] + np.uint64(64)
-    merged = coalesce(pieces, np.array([], np.uint64))
-    assert merged[:, 2].tolist() == [128, 64, 64]
-    assert (coalesce(pieces, np.sort(pieces[:, 0])) == pieces).all()
-
-
 @pytest.mark.parametrize("name", ["fragment_bytes", "count", "dma_us", "kernel_us", "spread"])
 @pytest.mark.parametrize("value", [None, "1", [], True, -1, float("nan"), float("inf")])
 def test_a_kept_table_with_an_invalid_measurement_is_refused(name: str, value: object) -> None:
@@ -278,12 +270,6 @@ def _ask(size: int = SIZE, **rest: float) -> list[Cell]:
         )
     finally:
         kernel.close()
-
-
-def test_a_complete_table_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = _Measured(monkeypatch)
-    assert _ask() == _ask() != []
-    assert measured.times == 1
 
 
 def test_a_table_that_was_cut_short_is_used_and_not_kept(

@@ -154,29 +154,27 @@ def test_a_kernel_that_the_driver_refuses_is_left_out() -> None:
     assert not cuda.registered and not cuda.allocated and not cuda.events
 
 
-def test_without_a_kernel_dma_is_measured() -> None:
-    refused = EngineError("no NVRTC library\nin a second line")
-    world = World(FakeCuda(), refused, SETTINGS.bytes_max)
-    assert {one.arm for one in Bench(world, SETTINGS).copies()} == {
-        "contiguous",
-        "dma",
-        "dma_overlap",
-    }
-    assert world.failed == dict.fromkeys(("kernel", "auto"), "EngineError: no NVRTC library")
-    world.close()
-
-
-def test_a_calibration_that_fails_leaves_out_the_kernel() -> None:
+@pytest.mark.parametrize(
+    ("kernel", "fails", "why"),
+    [
+        (EngineError("no NVRTC library\nin a second line"), {}, "EngineError: no NVRTC library"),
+        (1, {"launch": 3}, "CUDA_ERROR_STUB"),
+    ],
+    ids=["not there", "calibration fails"],
+)
+def test_without_a_kernel_dma_is_measured(
+    kernel: int | EngineError, fails: dict[str, int], why: str
+) -> None:
     cuda = FakeCuda()
-    cuda.fail = {"launch": 3}
-    world = World(cuda, 1, SETTINGS.bytes_max)
+    cuda.fail = fails
+    world = World(cuda, kernel, SETTINGS.bytes_max)
     cuda.fail = {}
     assert {one.arm for one in Bench(world, SETTINGS).copies()} == {
         "contiguous",
         "dma",
         "dma_overlap",
     }
-    assert "CUDA_ERROR_STUB" in world.failed["kernel"]
+    assert set(world.failed) == {"kernel", "auto"} and world.failed["kernel"].endswith(why)
     world.close()
 
 

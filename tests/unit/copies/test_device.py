@@ -229,11 +229,3 @@ def test_copy_attributes_are_where_the_driver_reads_them() -> None:
     ours = driver._CopyAttributes(driver.ORDER_ANY, (ctypes.c_int * 4)(), 1)
     size = ctypes.sizeof(ours)
     assert ctypes.string_at(theirs.getPtr(), size) == bytes(ours)
-
-
-def test_without_cuda_python_the_error_names_the_missing_package(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    with pytest.raises(EngineError, match="cuda-python"):
-        driver.Cuda(0)

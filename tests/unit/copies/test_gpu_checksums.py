@@ -249,15 +249,6 @@ def test_without_payloads_nothing_is_launched(direction: Direction) -> None:
 
 
 @directions
-@pytest.mark.parametrize("page", [24, 1000, 513])
-def test_pages_of_odd_sizes_get_none(direction: Direction, page: int) -> None:
-    bench = Bench(page=page)
-    assert bench.run_one(direction, [0, 1]) == (True, [-1, -1])
-    assert not bench.cuda.launched
-    bench.close()
-
-
-@directions
 def test_payloads_beyond_the_table_get_none_and_its_room_comes_back(direction: Direction) -> None:
     bench = Bench(parts_max=2 * CHUNK_PIECES + 1)
     for _ in range(5):
@@ -266,16 +257,6 @@ def test_payloads_beyond_the_table_get_none_and_its_room_comes_back(direction: D
         assert ok and crcs == [*bench_says, -1]
     ok, crcs = bench.run_one(direction, [1])
     assert ok and crcs == bench.crcs(direction, [1])
-    bench.close()
-
-
-def test_tickets_in_flight_do_not_get_each_others_room() -> None:
-    bench = Bench(parts_max=3 * CHUNK_PIECES)
-    bench.fill(Direction.STORE)
-    payloads = [bench.submit(Direction.STORE, [chunk])[1] for chunk in range(4)]
-    assert len(bench.rig.finish()) == 4
-    expected = bench.crcs(Direction.STORE, [0, 1, 2])
-    assert [one.crcs[0] for one in payloads] == [*expected, -1]
     bench.close()
 
 
@@ -391,13 +372,4 @@ def test_a_waiter_thread_signals_the_end_of_the_checksums(direction: Direction) 
     bench.cuda.drain()
     assert signals.acquire(timeout=20)
     assert len(bench.engine.poll()) == 1
-    bench.close()
-
-
-def test_checksums_are_made_while_a_graph_is_captured() -> None:
-    bench = Bench()
-    bench.cuda.capturing = True
-    ok, crcs = bench.run_one(Direction.LOAD, [0])
-    bench.cuda.capturing = False
-    assert ok and crcs == bench.crcs(Direction.LOAD, [0]) and bench.cuda.spoilt == []
     bench.close()

@@ -8,7 +8,6 @@ import ctypes
 import importlib
 import mmap
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ import numpy as np
 import pytest
 
 from tests.unit.copies.fake_cuda import FakeCuda
-from tests.unit.copies.rig import Rig, Signals
+from tests.unit.copies.rig import Rig
 from vllm_nvmeof_offload.copy import calibration, driver, pinning
 from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.calibration import Cell, KvDevice, calibrate
@@ -48,34 +47,13 @@ def _addresses(*slots: int) -> np.ndarray:
     return np.array([BASE + slot * SLOT + PAGE_BYTES for slot in slots], np.uint64)
 
 
-def test_slots_are_ready_when_their_piece_is_registered() -> None:
-    cuda, changed = _SlowCuda(), threading.Semaphore(0)
-    # Two and a half slots per piece: a piece is two slots.
-    pins = StagingPinning(cuda, StagingMap(BASE, SLOT, 6, 1), changed.release, 5 * SLOT // 2)
-    assert pins.first == (BASE, 2 * SLOT)
-    assert pins.readiness(_addresses(0, 1)) is Readiness.READY
-    assert pins.readiness(_addresses(1, 2)) is Readiness.WAITING
-    pins.start()
-    for number in range(1, 4):
-        cuda.permits.release()
-        assert changed.acquire(timeout=120)
-        ready = range(min(7, 2 * number + 2))
-        assert pins.readiness(_addresses(*ready)) is Readiness.READY
-        if number < 3:
-            assert pins.readiness(_addresses(2 * number + 2)) is Readiness.WAITING
-    assert cuda.registered == {BASE + 2 * n * SLOT: (2 if n < 3 else 1) * SLOT for n in range(4)}
-    assert pins.starts.tolist() == sorted(cuda.registered)
-    pins.close()
-    assert not cuda.registered
-
-
 def test_a_rank_registers_the_memory_of_its_set_with_its_own_part_first() -> None:
     cuda, changed = _SlowCuda(), threading.Semaphore(0)
     part = 5 * SLOT
     members = SetMap(0, 1, (BASE, BASE + part, BASE + 2 * part), (3,))
-    # Two slots per piece: three pieces per member, none of them across two members' parts.
+    # A piece of two and a half slots is two: three pieces per member, none across two members'.
     pins = StagingPinning(
-        cuda, StagingMap(BASE + part, SLOT, 4, 1, members), changed.release, 2 * SLOT
+        cuda, StagingMap(BASE + part, SLOT, 4, 1, members), changed.release, 5 * SLOT // 2
     )
     assert pins.first == (BASE + part, 2 * SLOT)
     assert pins.readiness(_addresses(5, 6)) is Readiness.READY
@@ -254,13 +232,6 @@ class _Refusing(FakeCuda):
             raise
 
 
-def _on_a_thread(work: Callable[[], None]) -> None:
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join(20)
-    assert not thread.is_alive()
-
-
 def _pins(cuda: FakeCuda) -> StagingPinning:
     place = StagingMap(STAGING, PAGE_BYTES, STAGING_SLOTS, 0)
     return StagingPinning(cuda, place, lambda: None, PAGE_BYTES)
@@ -268,16 +239,6 @@ def _pins(cuda: FakeCuda) -> StagingPinning:
 
 def _everything(pins: StagingPinning) -> Readiness:
     return pins.readiness(STAGING + PAGE_BYTES * np.arange(STAGING_SLOTS, dtype=np.uint64))
-
-
-def test_memory_is_registered_during_a_capture() -> None:
-    cuda = FakeCuda()
-    pins = _pins(cuda)
-    cuda.capturing = True
-    pins.start()
-    pins.wait()
-    assert cuda.spoilt == []
-    assert _everything(pins) is Readiness.READY
 
 
 def test_memory_refused_during_a_capture_is_registered_after_it(
@@ -304,30 +265,6 @@ def test_a_lasting_refusal_does_not_prevent_shutdown() -> None:
     pins.start()
     pins.close()
     assert not cuda.registered
-
-
-@pytest.mark.parametrize(("ignored", "spoils"), [((), False), (UNDECLARED, True)])
-def test_copies_start_and_end_during_a_capture(ignored: tuple[str, ...], spoils: bool) -> None:
-    """This covers the pipeline's thread, which polls, and the waiter threads."""
-    cuda = FakeCuda(ignore=ignored)
-    signals = Signals()
-    rig = Rig(cuda, 2, waker=signals)
-    fence = rig.engine.record_fence()
-    ended: list[bool] = []
-
-    def pipeline() -> None:
-        ticket = rig.engine.submit(Direction.STORE, rig.pieces([0, 1], [0]), fence)
-        while not ended:
-            cuda.drain()
-            assert signals.acquire(timeout=120)
-            ended.extend(outcome.ok for done, outcome in rig.engine.poll() if done == ticket)
-
-    cuda.capturing = True
-    _on_a_thread(pipeline)
-    cuda.capturing = False
-    assert bool(cuda.spoilt) is spoils
-    assert ended == [not spoils]
-    rig.engine.close()
 
 
 def test_the_model_s_thread_declares_nothing() -> None:

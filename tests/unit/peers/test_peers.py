@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -143,23 +142,6 @@ def test_a_damaged_message_is_a_message_or_malformed(
         except MalformedError:
             continue
         assert again.n == 0
-
-
-def test_many_random_damages_never_raise_anything_else() -> None:
-    dice = random.Random(24)
-    wanted_read = WantedRead(7, b"r" * 16, 3, b"k" * 36, 1 << 63, 1 << 21, 500)
-    read = Read(inline=False, reads=[wanted_read] * 9)
-    sources = [Channel().encode(one) for one in (read, WELCOME)]
-    malformed = 0
-    for _ in range(20_000):
-        raw = bytearray(dice.choice(sources))
-        for _ in range(dice.randrange(1, 5)):
-            raw[dice.randrange(len(raw))] = dice.randrange(256)
-        try:
-            Channel().decode(bytes(raw[: dice.randrange(len(raw)) or None]))
-        except MalformedError:
-            malformed += 1
-    assert malformed > 10_000
 
 
 def test_a_gap_in_the_numbers_is_malformed() -> None:
@@ -457,10 +439,6 @@ def test_a_secret_refuses_a_library_that_cannot_use_it(
     common = replace(COMMON, secret=b"a secret of this test")
     with pytest.raises(ConfigError, match=r"share_secret_file='/s': .*CURVE.*install pyzmq"):
         links_of(staging, common, peers="127.0.0.1:1", share_secret_file="/s")
-
-
-def test_without_addresses_there_is_nothing_to_start(staging: Staging) -> None:
-    assert links_of(staging) is None
 
 
 def test_addresses_that_cannot_be_used_are_refused_by_key(staging: Staging) -> None:

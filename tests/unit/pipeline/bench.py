@@ -48,7 +48,7 @@ from vllm_nvmeof_offload.staging import SetMap, StagingMap
 from vllm_nvmeof_offload.units import HEADER_BYTES
 from vllm_nvmeof_offload.worker.peer_reads import OwnRegion, Peers, Serve, ServeQueue
 from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
-from vllm_nvmeof_offload.worker.regions import RegionOpener
+from vllm_nvmeof_offload.worker.regions import RegionFiles
 
 STRIDE = HEADER_BYTES + 4096
 _BLOCK_BYTES = STRIDE - HEADER_BYTES
@@ -269,7 +269,7 @@ class Bench:
         cache_slots: int = 4,
         target_count: int = 1,
         members: SetMap | None = None,
-        opener: RegionOpener | None = None,
+        opener: RegionFiles | None = None,
         peers: Sequence[PeerState] = (),
         serve_slots: int = 0,
         **config: float,
