@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.unit.adapter import ROOT, run_self_test
+from tests.unit.adapter import ROOT, run_child
 from tests.upstream import suite
 from tests.upstream.releases import Release, ReleaseUnavailableError, newest, release
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
@@ -60,7 +60,7 @@ def attempt(version: str, since: str) -> bool:
     print(f"interfaces that we use: {len(changed)} lines differ", *changed, sep="\n", flush=True)
     print("server:", found["refusal"] or "would start", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
-        tested = run_self_test(Path(scratch), suite.environment(tree))["whole"]
+        tested = run_child("self_test_child", Path(scratch), suite.environment(tree))["whole"]
         print("self-test:", tested["error"] or "passed", flush=True)
         outcome = suite.run(tree, Path(scratch))
     print(

@@ -36,6 +36,38 @@ def planner() -> Any:
         return kv_cache_utils
 
 
+def planned(groups: list[Any], layout: str, blocks: int) -> Any:
+    """The configuration that vLLM makes for these groups, of so many blocks."""
+    cache = SimpleNamespace(
+        get_resolved_kv_cache_layout=lambda: KVCacheLayout[layout],
+        num_gpu_blocks_override=blocks,
+        prefix_cache_retention_interval=0,
+    )
+    attention = SimpleNamespace(hisparse_config=None)
+    config = SimpleNamespace(cache_config=cache, attention_config=attention)
+    return planner().get_kv_cache_config_from_groups(config, groups, 1 << 20)
+
+
+def views_of(made: Any, layout: str, memory: torch.Tensor) -> dict[str, Any]:
+    """vLLM's own view of each layer of this configuration in memory."""
+    views: dict[str, Any] = {}
+    specs = {n: one for group in made.kv_cache_groups for n, one in specs_of(group).items()}
+    for placed in made.kv_cache_tensors:
+        spec = specs[placed.layers[0]]
+        found = interface.create_kv_cache_views(
+            memory, spec, made.num_blocks, KVCacheLayout[layout], placed
+        )
+        views |= dict(zip(placed.layers, found, strict=True))
+    return views
+
+
+def specs_of(group: Any) -> dict[str, Any]:
+    spec = group.kv_cache_spec
+    if isinstance(spec, interface.UniformTypeKVCacheSpecs):
+        return {name: spec.kv_cache_specs[name] for name in group.layer_names}
+    return dict.fromkeys(group.layer_names, spec)
+
+
 def settings(case: Case) -> Any:
     cache = SimpleNamespace(
         get_resolved_kv_cache_layout=lambda: KVCacheLayout[case["layout"]],
@@ -206,13 +238,7 @@ def plan(case: Case) -> Case:
         return {"refused": str(error)}
     described, blocks = [], 0
     for group in groups:
-        whole = group.kv_cache_spec
-        each = {
-            name: whole.kv_cache_specs[name]
-            if isinstance(whole, interface.UniformTypeKVCacheSpecs)
-            else whole
-            for name in group.layer_names
-        }
+        each = specs_of(group)
         first = next(iter(each.values()))
         described.append(
             {
@@ -220,7 +246,7 @@ def plan(case: Case) -> Case:
                 "block_tokens": first.block_size,
                 "page_bytes": sum(spec.page_size_bytes for spec in each.values()),
                 "true_bytes": sum(map(true_bytes, each.values())),
-                "stored": bool(whole.prefix_cacheable),
+                "stored": bool(group.kv_cache_spec.prefix_cacheable),
                 "reach_tokens": reach(first),
             }
         )

@@ -186,8 +186,33 @@ def _settings(folder: str) -> dict[str, Any]:
     return {name: value for name, value in settings.items() if value is not None}
 
 
-class _Engine:
+class Engine:
+    """vLLM's scheduler, and one worker of ours over a KV cache in CPU memory."""
+
     def __init__(self, config: Any) -> None:
+        cache_config, views = self._make_cache()
+        self._scheduler = Scheduler(
+            vllm_config=config,
+            kv_cache_config=cache_config,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=_BLOCK_TOKENS,
+        )
+        connector: Any = self._scheduler.connector
+        self._manager = connector.scheduler.manager
+        self._worker = type(connector)(config, KVConnectorRole.WORKER, cache_config)
+        self._worker.connector_worker.spec.deployment = _MadeUpDeployment()
+        with set_current_vllm_config(config):
+            self._worker.register_kv_caches(views)
+        handshake = self._worker.get_handshake_metadata()
+        assert handshake is not None
+        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
+        hash_of = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        kv_cache_utils.init_none_hash(hash_of)
+        self._hasher = kv_cache_utils.get_request_block_hasher(_BLOCK_TOKENS, hash_of)
+        self._ends_s = time.monotonic() + _LIMIT_S
+        self._prompts: dict[str, int] = {}
+
+    def _make_cache(self) -> tuple[KVCacheConfig, dict[str, torch.Tensor]]:
         spec = FullAttentionSpec(
             block_size=_BLOCK_TOKENS, num_kv_heads=1, head_size=_HEAD_SIZE, dtype=torch.float32
         )
@@ -203,48 +228,30 @@ class _Engine:
             kv_cache_tensors=[placed],
             kv_cache_groups=[KVCacheGroupSpec(list(_LAYERS), spec)],
         )
-        self._scheduler = Scheduler(
-            vllm_config=config,
-            kv_cache_config=cache_config,
-            structured_output_manager=StructuredOutputManager(config),
-            block_size=_BLOCK_TOKENS,
-        )
-        connector: Any = self._scheduler.connector
-        self._manager = connector.scheduler.manager
-        self._worker = type(connector)(config, KVConnectorRole.WORKER, cache_config)
-        self._worker.connector_worker.spec.deployment = _MadeUpDeployment()
         self._cache = torch.zeros(len(_LAYERS), _BLOCKS, 2, _BLOCK_TOKENS, 1, _HEAD_SIZE)
-        with set_current_vllm_config(config):
-            self._worker.register_kv_caches(dict(zip(_LAYERS, self._cache, strict=True)))
-        handshake = self._worker.get_handshake_metadata()
-        assert handshake is not None
-        connector.set_xfer_handshake_metadata_pp_aware({(0, 0): handshake})
-        hash_of = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
-        kv_cache_utils.init_none_hash(hash_of)
-        self._hasher = kv_cache_utils.get_request_block_hasher(_BLOCK_TOKENS, hash_of)
-        self._ends_s = time.monotonic() + _LIMIT_S
-        self._prompts: dict[str, int] = {}
-        self._requests = 0
+        return cache_config, dict(zip(_LAYERS, self._cache, strict=True))
 
     def close(self) -> None:
         self._worker.shutdown()
         self._scheduler.shutdown()
 
-    def serve(self, prompt: int) -> dict[str, float]:
+    def serve(
+        self, *prompts: int, tokens: int = _PROMPT_TOKENS, answer: int = _ANSWER_TOKENS
+    ) -> dict[str, float]:
+        """Serve prompts of so many tokens together; return the tokens by source."""
         before = self._tokens()
-        self._requests += 1
-        name = f"self-test-{self._requests}"
-        tokens = [prompt * 1000 + position for position in range(_PROMPT_TOKENS)]
-        self._prompts[name] = prompt
-        self._scheduler.add_request(
-            Request(
-                request_id=name,
-                prompt_token_ids=tokens,
-                sampling_params=SamplingParams(max_tokens=_ANSWER_TOKENS, ignore_eos=True),
-                pooling_params=None,
-                block_hasher=self._hasher,
+        for prompt in prompts:
+            name = f"self-test-{len(self._prompts)}"
+            self._prompts[name] = prompt
+            self._scheduler.add_request(
+                Request(
+                    request_id=name,
+                    prompt_token_ids=[prompt * 1000 + position for position in range(tokens)],
+                    sampling_params=SamplingParams(max_tokens=answer, ignore_eos=True),
+                    pooling_params=None,
+                    block_hasher=self._hasher,
+                )
             )
-        )
         while self._scheduler.requests or self._manager.has_pending_work():
             self._step()
             if time.monotonic() > self._ends_s:
@@ -256,7 +263,7 @@ class _Engine:
         """Empty and overwrite vLLM's KV cache; with `everything`, empty our tiers too."""
         if not self._scheduler.reset_prefix_cache(reset_connector=everything):
             raise IntegrationError("a reset of the prefix cache did not succeed")
-        self._cache.fill_(float("nan"))
+        self._cache.view(torch.uint8).fill_(255)  # not a number
 
     def _tokens(self) -> dict[str, float]:
         counters = self._manager.core.counters
@@ -264,11 +271,8 @@ class _Engine:
         return {**found, "failed": counters["recomputed_tokens", "load_failed"]}
 
     def _step(self) -> None:
-        output = self._scheduler.schedule()
-        worker, metadata = self._worker, output.kv_connector_metadata
-        worker.handle_preemptions(metadata)
-        worker.bind_connector_metadata(metadata)
-        self._compute(output.num_scheduled_tokens)
+        output, worker = self._scheduler.schedule(), self._worker
+        self._begin(output)
         worker.start_load_kv(None)
         worker.wait_for_save()
         results = worker.get_transfer_results(output.finished_req_ids)
@@ -292,6 +296,11 @@ class _Engine:
         )
         if not names:
             time.sleep(0.001)  # a transfer is in progress
+
+    def _begin(self, output: Any) -> None:
+        self._worker.handle_preemptions(output.kv_connector_metadata)
+        self._worker.bind_connector_metadata(output.kv_connector_metadata)
+        self._compute(output.num_scheduled_tokens)
 
     def _compute(self, scheduled: dict[str, int]) -> None:
         """Verify the KV of earlier tokens, and write the KV of the scheduled tokens."""
@@ -328,7 +337,7 @@ def _expect(what: str, found: dict[str, float], **wanted: int) -> None:
 
 
 def _test(config: Any, folder: Path) -> None:
-    engine = _Engine(config)
+    engine = Engine(config)
     try:
         _expect("the first store", engine.serve(1))
         engine.forget()
@@ -340,7 +349,7 @@ def _test(config: Any, folder: Path) -> None:
         for prompt in (6, 7, 8, 9):
             _expect("a store", engine.serve(prompt))
         engine.forget()
-        _damage(folder)
+        damage(folder)
         failed = engine.serve(1)
         _expect("a failed load", failed, pool=_STORED_TOKENS, failed=_STORED_TOKENS)
         engine.forget(everything=True)
@@ -349,7 +358,8 @@ def _test(config: Any, folder: Path) -> None:
         engine.close()
 
 
-def _damage(folder: Path) -> None:
+def damage(folder: Path) -> None:
+    """Overwrite the payloads of all slots of the pool."""
     (slab,) = folder.rglob("slab")
     noise = np.random.default_rng(0).bytes(64 * KIB)
     with slab.open("r+b") as file:

@@ -36,16 +36,21 @@ def _run(arguments: list[str], env: Mapping[str, str]) -> subprocess.CompletedPr
     )
 
 
-def run_self_test(
-    scratch: Path, env: Mapping[str, str], *, run: Run = _run, stand_ins: bool = False
+def run_child(
+    module: str,
+    scratch: Path,
+    env: Mapping[str, str],
+    *more: str,
+    run: Run = _run,
+    **shape: int,
 ) -> dict[str, Any]:
-    """The results of `self_test_child` with the vLLM of `env`, and the directory of its pool."""
+    """What a module of this package finds with the vLLM of `env`, and the directory of its pool.
+    shape: of the model, where it differs."""
     model, pool = scratch / "model", scratch / "pool"
     for folder in (model, pool):
         folder.mkdir()
-    (model / "config.json").write_text(json.dumps(MODEL))
-    more = ["stand-ins"] * stand_ins
-    done = run(["-m", "tests.unit.adapter.self_test_child", str(model), str(pool), *more], env)
+    (model / "config.json").write_text(json.dumps({**MODEL, **shape}))
+    done = run(["-m", f"{__name__}.{module}", str(model), str(pool), *more], env)
     lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
     assert done.returncode == 0 and len(lines) == 1, done.stdout[-2000:] + done.stderr[-4000:]
     found: dict[str, Any] = json.loads(lines[0].removeprefix("FOUND "))

@@ -9,10 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from vllm.v1 import kv_cache_interface as interface
+from vllm.v1.core import kv_cache_utils as utils
 
 from tests.chunks import pieces_of
+from tests.upstream.planner_child import planned, planner, specs_of, views_of
 from vllm_nvmeof_offload.chunk_size import blocks_that_fit
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import Group, GroupKind
@@ -27,11 +31,6 @@ from vllm_nvmeof_offload.vllm_adapter.groups import (
     resumes_at_any_block,
     set_sizes_of,
 )
-
-torch = pytest.importorskip("torch")
-interface = pytest.importorskip("vllm.v1.kv_cache_interface")
-utils = pytest.importorskip("vllm.v1.core.kv_cache_utils")
-layouts = pytest.importorskip("vllm.v1.kv_cache_layout")
 
 BLOCKS, BLOCK_TOKENS, PER_CHUNK = 9, 4, 2
 DTYPE = torch.float32
@@ -68,29 +67,6 @@ def _state(size: int = 1, **more: Any) -> Any:
 MAKERS = [_full, _window, _local, _state]
 
 
-def _planning() -> Any:
-    """vLLM's module that places groups in memory."""
-    try:
-        from vllm.v1.core import kv_cache_planning as planning  # vLLM 0.33
-    except ImportError:
-        from vllm.v1.core import kv_cache_utils as planning
-    return planning
-
-
-def _planned(groups: list[Any], layout: str) -> Any:
-    """The configuration that vLLM makes for these groups, of `BLOCKS` blocks."""
-    resolved = layouts.KVCacheLayout[layout]
-    cache = SimpleNamespace(
-        get_resolved_kv_cache_layout=lambda: resolved,
-        num_gpu_blocks_override=BLOCKS,
-        prefix_cache_retention_interval=0,
-    )
-    config = SimpleNamespace(
-        cache_config=cache, attention_config=SimpleNamespace(hisparse_config=None)
-    )
-    return _planning().get_kv_cache_config_from_groups(config, groups, 1 << 20)
-
-
 @dataclass
 class Cache:
     """A KV cache in memory, with vLLM's own view of each layer."""
@@ -101,21 +77,7 @@ class Cache:
     def __post_init__(self) -> None:
         size = self.config.kv_cache_tensors[0].size
         self.bytes = torch.zeros(size, dtype=torch.int8)
-        self.views: dict[str, Any] = {}
-        specs = {
-            name: spec
-            for group in self.config.kv_cache_groups
-            for name, spec in _layer_specs(group).items()
-        }
-        for placed in self.config.kv_cache_tensors:
-            made = interface.create_kv_cache_views(
-                self.bytes,
-                specs[placed.layers[0]],
-                BLOCKS,
-                layouts.KVCacheLayout[self.layout],
-                placed,
-            )
-            self.views |= dict(zip(placed.layers, made, strict=True))
+        self.views = views_of(self.config, self.layout, self.bytes)
         self.layers = LayerCaches(self.config, self.views)
 
     def bytes_of(self, group: int, block: int) -> set[int]:
@@ -124,13 +86,6 @@ class Cache:
         for name in self.config.kv_cache_groups[group].layer_names:
             self.views[name][block].view(torch.int8).fill_(1)
         return set((self.bytes.numpy().nonzero()[0] + self.bytes.data_ptr()).tolist())
-
-
-def _layer_specs(group: Any) -> dict[str, Any]:
-    spec = group.kv_cache_spec
-    if isinstance(spec, interface.UniformTypeKVCacheSpecs):
-        return dict(spec.kv_cache_specs)
-    return dict.fromkeys(group.layer_names, spec)
 
 
 def _offloading(config: Any, blocks_per_chunk: int = PER_CHUNK, stages: int = 1) -> Any:
@@ -181,7 +136,7 @@ def test_a_groups_pieces_are_exactly_the_bytes_of_its_pages(
     shape: tuple[list[Any], str], order: list[int], count: int
 ) -> None:
     groups, layout = shape
-    cache = Cache(_planned(groups, layout), layout)
+    cache = Cache(planned(groups, layout, BLOCKS), layout)
     geometry = geometry_of(_offloading(cache.config), cache.layers)
     for number, group in enumerate(geometry.by_group):
         blocks = np.array(order[:count], np.int32)
@@ -210,7 +165,7 @@ def test_the_scheduler_knows_the_bytes_of_a_rank_without_its_memory(
     shape: tuple[list[Any], str],
 ) -> None:
     groups, layout = shape
-    cache = Cache(_planned(groups, layout), layout)
+    cache = Cache(planned(groups, layout, BLOCKS), layout)
     geometry = geometry_of(_offloading(cache.config), cache.layers)
     known = utils.generate_scheduler_kv_cache_config([cache.config])
     assert rank_groups_of([one.group for one in geometry.groups], known) == list(geometry.groups)
@@ -221,7 +176,7 @@ def test_packed_layers_of_a_block_are_one_piece() -> None:
         interface.KVCacheGroupSpec(["a", "b", "c"], _full(2)),
         interface.KVCacheGroupSpec(["d"], _window(1)),
     ]
-    cache = Cache(_planned(groups, "BLHNC"), "BLHNC")
+    cache = Cache(planned(groups, "BLHNC", BLOCKS), "BLHNC")
     geometry = geometry_of(_offloading(cache.config, 1), cache.layers)
     page = _full(2).page_size_bytes
     assert geometry.group_bytes == (3 * page, page // 2)
@@ -237,7 +192,7 @@ def test_groups_by_kind_and_reach() -> None:
         _local(tokens=32),
         _state(),
         interface.MLAAttentionSpec(**_COMMON, num_kv_heads=1, head_size=8),
-        interface.SlidingWindowMLASpec(**_COMMON, num_kv_heads=1, head_size=8, sliding_window=16),
+        _replayed(bounded_replay=False),
     ]
     made = SimpleNamespace(
         kv_cache_groups=[interface.KVCacheGroupSpec([str(n)], s) for n, s in enumerate(specs)]
@@ -258,7 +213,7 @@ def test_the_facts_of_a_group_are_its_layers_kinds_and_sizes() -> None:
         interface.KVCacheGroupSpec(["a", "b"], _window(tokens=12)),
         interface.KVCacheGroupSpec(["c"], _state()),
     ]
-    config = _planned(groups, "BLHNC")
+    config = planned(groups, "BLHNC", BLOCKS)
     page = _window().page_size_bytes
     window = {"tokens_per_block": 4, "kind": "window", "sliding_window": 12}
     state = {"tokens_per_block": 4, "kind": "state", "mamba_cache_mode": "align"}
@@ -271,14 +226,10 @@ def test_the_facts_of_a_group_are_its_layers_kinds_and_sizes() -> None:
 
 def _stages(groups: list[Any], *layers: set[str]) -> list[Any]:
     """The configurations that vLLM makes for the stages of a pipeline, by their layers."""
-    specs = {name: spec for group in groups for name, spec in _layer_specs(group).items()}
-    planning = _planning()
+    specs = {name: spec for group in groups for name, spec in specs_of(group).items()}
+    project = planner()._project_kv_cache_groups_to_worker
     return [
-        _planned(
-            planning._project_kv_cache_groups_to_worker(groups, {n: specs[n] for n in names}),
-            "BLHNC",
-        )
-        for names in layers
+        planned(project(groups, {n: specs[n] for n in names}), "BLHNC", BLOCKS) for names in layers
     ]
 
 
@@ -369,10 +320,10 @@ def test_chunks_longer_than_a_window_are_warned_of(caplog: pytest.LogCaptureFixt
     assert "at most 4 blocks per chunk" in record.getMessage()
 
 
-def _replayed() -> Any:
+def _replayed(*, bounded_replay: bool = True) -> Any:
     """A window that vLLM recomputes after a hit, as in DeepSeek V4.1."""
     return interface.SlidingWindowMLASpec(
-        **_COMMON, num_kv_heads=1, head_size=8, sliding_window=16, bounded_replay=True
+        **_COMMON, num_kv_heads=1, head_size=8, sliding_window=16, bounded_replay=bounded_replay
     )
 
 

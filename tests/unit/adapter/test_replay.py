@@ -6,13 +6,12 @@ The made-up model in `replay_child` verifies the KV that it reads in every step.
 
 from __future__ import annotations
 
-import json
 import os
 from typing import Any
 
 import pytest
 
-from tests.unit.adapter import MODEL
+from tests.unit.adapter import run_child
 from tests.unit.imported_vllm import ImportedVllm
 
 pytestmark = pytest.mark.timeout(300)
@@ -24,18 +23,10 @@ NOTHING = {"cpu": 0, "pool": 0, "failed": 0, "replayed": 0, "preemptions": 0}
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory, imported_vllm: ImportedVllm) -> dict[str, Any]:
-    scratch = tmp_path_factory.mktemp("replay")
-    model, pool = scratch / "model", scratch / "pool"
-    for folder in (model, pool):
-        folder.mkdir()
-    small = {"num_hidden_layers": 1, "num_key_value_heads": 1}
-    (model / "config.json").write_text(json.dumps({**MODEL, **small}))
     env = {key: value for key, value in os.environ.items() if not key.startswith("VLLM_NVMEOF_")}
-    done = imported_vllm.run(["-m", "tests.unit.adapter.replay_child", str(model), str(pool)], env)
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [s for s in done.stdout.splitlines() if s.startswith("FOUND ")]
-    result: dict[str, Any] = json.loads(line.removeprefix("FOUND "))
-    return result
+    small = {"num_hidden_layers": 1, "num_key_value_heads": 1}
+    scratch = tmp_path_factory.mktemp("replay")
+    return run_child("replay_child", scratch, env, run=imported_vllm.run, **small)
 
 
 @pytest.mark.parametrize(

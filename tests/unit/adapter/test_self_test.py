@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.adapter import run_self_test
+from tests.unit.adapter import run_child
 from tests.unit.imported_vllm import ImportedVllm
 from vllm_nvmeof_offload.connector import NVMeoFOffloadingConnector
 from vllm_nvmeof_offload.vllm_adapter import self_test
@@ -24,7 +24,7 @@ def found(tmp_path_factory: pytest.TempPathFactory, imported_vllm: ImportedVllm)
     # A variable of the user's that would leave the test nothing to load.
     env = {**os.environ, "VLLM_NVMEOF_STORE_THRESHOLD": "3"}
     scratch = tmp_path_factory.mktemp("self-test")
-    return run_self_test(scratch, env, run=imported_vllm.run, stand_ins=True)
+    return run_child("self_test_child", scratch, env, "stand-ins", run=imported_vllm.run)
 
 
 def test_an_unknown_vllm_that_works_passes_with_one_loud_line(found: dict[str, Any]) -> None:

@@ -127,7 +127,7 @@ def test_a_release_is_good_if_it_is_served_tested_and_passes(
     stand_in("release", lambda version: Release(version, Path(), None))
     calls = {"0.99.5": "(a, b)", "0.33.5": "(a)"}
     stand_in("interface", lambda tree: {"lines": {"call": calls[tree.version]}, "refusal": refusal})
-    stand_in("run_self_test", lambda *_: {"whole": {"error": error}})
+    stand_in("run_child", lambda *_: {"whole": {"error": error}})
     monkeypatch.setattr(
         trial.suite, "run", lambda *_: Outcome(["one", "two"], failed, [], {}, "its output")
     )
