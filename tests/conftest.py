@@ -28,8 +28,6 @@ TOGETHER = {
     "tests/e2e/test_monitoring.py": "server with faults",
     "tests/unit/adapter/test_self_test.py": "imported vLLM",
     "tests/unit/pipeline/test_runner.py": "imported vLLM",
-    "tests/unit/adapter/test_supported.py": "imported vLLM",
-    "tests/unit/test_security.py": "imported vLLM",
 }
 #: What mostly waits, and has nothing that its tests share: those of one parameter stay together.
 APART = {"tests/faults/test_survive.py", "tests/faults/test_stop.py"}

@@ -9,10 +9,10 @@ import json
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.imported_vllm import ImportedVllm
 from tests.unit.pool.kit import fill, make_spec
 from vllm_nvmeof_offload.commands.doctor.host import check_target
 from vllm_nvmeof_offload.config import (
@@ -187,34 +187,23 @@ def test_a_target_of_another_user_is_reported(tmp_path: Path, mode: int) -> None
     assert remedy.startswith(f"chown 0 {target}")
 
 
-#: This runs in a separate process because it imports vLLM.
-START = """
-import json, logging, sys
-from types import SimpleNamespace as Object
-from vllm_nvmeof_offload.vllm_adapter import supported
-class Said(logging.Handler):
-    def emit(self, record):
-        print("SAID", record.getMessage())
-supported.logger.addHandler(Said())
-supported.slot_bytes_estimate = supported.note_weights = lambda *_: None
-names = ("pipeline", "decode_context", "prefill_context", "data")
-sizes = {f"{name}_parallel_size": 1 for name in names}
-parallel = Object(world_size=1, enable_elastic_ep=False, **sizes)
-config = Object(model_config=Object(is_moe=False), cache_config=None, parallel_config=parallel)
-supported.precheck(config, json.loads(sys.argv[1]), "staging_bytes")
-"""
-
-
 def test_a_start_warns_once_about_each_exposed_target_and_about_faults(
-    tmp_path: Path, imported_vllm: ImportedVllm
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    pytest.importorskip("vllm")
+    from vllm_nvmeof_offload.vllm_adapter import supported
+
+    for name in ("slot_bytes_estimate", "note_weights"):
+        monkeypatch.setattr(supported, name, lambda *_: None)
+    for name, value in {**FAULTS, ALLOW_FAULTS: "1"}.items():
+        monkeypatch.setenv(name, value)
     private, shared = tmp_path / "private", tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o777)
-    extra = json.dumps({"targets": [str(private), str(shared)], "staging_bytes": "64MiB"})
-    done = imported_vllm.run(["-c", START, extra], {**os.environ, **FAULTS, ALLOW_FAULTS: "1"})
-    assert done.returncode == 0, done.stderr[-3000:]
-    logged = [line for line in done.stdout.splitlines() if line.startswith("SAID ")]
+    parallel = SimpleNamespace(world_size=1, data_parallel_size=1, enable_elastic_ep=False)
+    extra = {"targets": [str(private), str(shared)], "staging_bytes": "64MiB"}
+    supported.precheck(SimpleNamespace(parallel_config=parallel), extra, "staging_bytes")
+    logged = [record.getMessage() for record in caplog.records]
     (warning,) = [line for line in logged if "nvmeof: target " in line]
     assert f"target {shared} can be written by other users (mode 0777" in warning
     assert "chmod 0700" in warning

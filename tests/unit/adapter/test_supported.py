@@ -4,195 +4,169 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import re
 import shlex
 import tomllib
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from vllm.model_executor import model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.models import ModelRegistry
+from vllm.v1 import kv_cache_interface as interface
 
-from tests.unit.imported_vllm import ImportedVllm
+from tests.unit.adapter.test_cache_groups import (
+    BLOCK_TOKENS,
+    _full,
+    _latent,
+    _local,
+    _replayed,
+    _state,
+    _window,
+)
 from vllm_nvmeof_offload.config import OffloadConfig, set_replicas
 from vllm_nvmeof_offload.errors import ConfigError, install_extra
 from vllm_nvmeof_offload.units import HEADER_BYTES
+from vllm_nvmeof_offload.vllm_adapter.deployment import foreign_code
 from vllm_nvmeof_offload.vllm_adapter.supported import (
     Replica,
     count_nodes,
-    refuse_parallel,
+    precheck,
     refuse_platform,
+    refuse_unsupported,
     replica_of,
     slot_bytes_estimate,
 )
+from vllm_nvmeof_offload.vllm_adapter.weights import FILE_FORMATS
 
-#: A separate process, because importing vLLM changes logging and warnings for everything after it.
-_REFUSED = """
-import json
-from types import SimpleNamespace as Object
 
-import torch
-from vllm.v1.kv_cache_interface import (
-    ChunkedLocalAttentionSpec,
-    FullAttentionSpec,
-    MambaSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    MLAAttentionSpec,
-    SinkFullAttentionSpec,
-    SlidingWindowMLASpec,
-    SlidingWindowSpec,
-    UniformTypeKVCacheSpecs,
-)
+def layers(**specs: Any) -> Any:
+    return interface.UniformTypeKVCacheSpecs(block_size=BLOCK_TOKENS, kv_cache_specs=specs)
 
-from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.vllm_adapter.supported import precheck, refuse_unsupported
 
-common = dict(block_size=16, num_kv_heads=1, head_size=64, dtype=torch.float32)
-full = FullAttentionSpec(**common)
-mla = MLAAttentionSpec(**common)
-window = SlidingWindowSpec(**common, sliding_window=128)
-local = ChunkedLocalAttentionSpec(**common, attention_chunk_size=128)
-state = MambaSpec(
-    block_size=16, shapes=((4, 4),), dtypes=(torch.float32,), mamba_cache_mode="align"
-)
-whole_state = MambaSpec(block_size=2048, shapes=((4, 4),), dtypes=(torch.float32,))
-window_mla = SlidingWindowMLASpec(**common, sliding_window=128)
-replayed = SlidingWindowMLASpec(**common, sliding_window=128, bounded_replay=True)
-sink = SinkFullAttentionSpec(**common, sink_len=4)
-ahead = FullAttentionSpec(**common, non_causal=True)
-wide = FullAttentionSpec(**{**common, "num_kv_heads": 4})
+class Derived(interface.FullAttentionSpec):
+    """A kind of layer that this package has never seen."""
 
-def layers(**specs):
-    return UniformTypeKVCacheSpecs(block_size=16, kv_cache_specs=specs)
 
-class Derived(FullAttentionSpec):
-    pass
+def _special(kind: type, **more: Any) -> Any:
+    """Layers of another kind with full attention."""
+    full = _full()
+    common = {name: getattr(full, name) for name in ("num_kv_heads", "head_size", "dtype")}
+    return kind(block_size=BLOCK_TOKENS, **common, **more)
 
-def parallel(elastic=False):
-    return Object(world_size=1, data_parallel_size=1, enable_elastic_ep=elastic)
 
-def refusal_of(call, *args):
+WHOLE_STATE = replace(_state(), mamba_cache_mode="none")
+WITHOUT = "serve this model without offloading"
+UNKNOWN = "does not know (2 x Derived)"
+#: The groups of a model, the options of `refusal_of`, and words of the refusal; none if served.
+MODELS: dict[str, tuple[list[Any], dict[str, Any], list[str]]] = {
+    "full": ([_full()], {}, []),
+    "full without caching": ([_full()], {"caching": False}, []),
+    "several widths": ([layers(a=_full(), b=_full(4))], {}, []),
+    "mla": ([_latent()], {"mla": True}, []),
+    "window": ([_window()], {}, []),
+    "window among full": ([_full(), _window()], {}, []),
+    "windows of latent attention": ([_latent(), _replayed(bounded_replay=False)], {}, []),
+    "replayed": ([_full(), _replayed()], {}, []),
+    "chunked local": ([_full(), _local()], {}, []),
+    "state": ([_full(), _state()], {}, []),
+    "window and state": ([_full(), _window(), _state()], {}, []),
+    "states only": ([_state()], {}, []),
+    "states of whole requests": ([WHOLE_STATE], {"caching": False}, []),
+    "blocks together": ([_full()], {"layout": "BLNHC"}, []),
+    "two groups": ([_full(), _full()], {}, []),
+    "states of whole requests beside attention": (
+        *([_full(), WHOLE_STATE], {"caching": False}),
+        ["--enable-prefix-caching"],
+    ),
+    "mla without context": (
+        *([_latent()], {"mla": True, "caching": False}),
+        ["org/name", "MLAAttentionSpec", "no AMX", "without offloading"],
+    ),
+    "window in one group": (
+        *([layers(a=_full(), b=_window())], {}),
+        ["org/name", "1 x FullAttentionSpec, 1 x SlidingWindowSpec"],
+    ),
+    "nothing": ([], {}, ["org/name", "no KV that vLLM can offload", WITHOUT]),
+    "derived": ([_special(Derived)], {}, ["org/name", UNKNOWN, WITHOUT]),
+    "derived, among others": ([_full(), _special(Derived)], {}, ["org/name", UNKNOWN, WITHOUT]),
+    "sink": (
+        *([_special(interface.SinkFullAttentionSpec, sink_len=4)], {}),
+        ["org/name", "does not know (2 x SinkFullAttentionSpec)", WITHOUT],
+    ),
+    "ahead": (
+        *([_full(), _full(non_causal=True)], {}),
+        ["org/name", "attends to later tokens", "unequal KV", WITHOUT],
+    ),
+    "hosts": ([_full()], {"hosts": 8}, ["hisparse_config", "HiSparse"]),
+    "heads first": ([_full()], {"layout": "LHBNC"}, ["VLLM_KV_CACHE_LAYOUT='LHBNC'", "LBHNC"]),
+    "elastic": (
+        *([_full()], {"elastic": True}),
+        ["enable_elastic_ep=True", "fixed number of replicas"],
+    ),
+}
+
+
+def parallel(elastic: bool) -> Any:
+    return SimpleNamespace(world_size=1, data_parallel_size=1, enable_elastic_ep=elastic)
+
+
+def refusal_of(call: Callable[..., object], *args: object) -> str:
     try:
         call(*args)
     except ConfigError as error:
         return str(error)
     return ""
 
-def refused(*specs, mla=False, caching=True, hosts=None, layout=None, elastic=False):
-    config = Object(
-        model_config=Object(model="org/name", use_mla=mla),
-        parallel_config=parallel(elastic),
-        scheduler_config=Object(enable_chunked_prefill=caching),
-        cache_config=Object(enable_prefix_caching=caching),
+
+@pytest.mark.parametrize(("specs", "options", "words"), MODELS.values(), ids=MODELS)
+def test_unsupported_features_are_refused_by_name(
+    specs: list[Any], options: dict[str, Any], words: list[str]
+) -> None:
+    caching = options.get("caching", True)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(model="org/name", use_mla=options.get("mla", False)),
+        parallel_config=parallel(options.get("elastic", False)),
+        scheduler_config=SimpleNamespace(enable_chunked_prefill=caching),
+        cache_config=SimpleNamespace(enable_prefix_caching=caching),
     )
-    groups = [KVCacheGroupSpec(["a", "b"], spec) for spec in specs]
-    made = KVCacheConfig(8, [], groups, kv_cache_layout=layout, hisparse_host_num_blocks=hosts)
-    return refusal_of(refuse_unsupported, config, made)
-
-def prechecked(elastic):
-    model = Object(model="org/name", is_moe=True)
-    config = Object(model_config=model, cache_config=None, parallel_config=parallel(elastic))
-    return refusal_of(precheck, config, {}, "staging_bytes")
-
-print("RESULT " + json.dumps({
-    "full": refused(full),
-    "full without caching": refused(full, caching=False),
-    "several widths": refused(layers(a=full, b=wide)),
-    "mla": refused(mla, mla=True),
-    "mla without context": refused(mla, mla=True, caching=False),
-    "window": refused(window),
-    "window among full": refused(full, window),
-    "windows of latent attention": refused(mla, window_mla),
-    "window in one group": refused(layers(a=full, b=window)),
-    "chunked local": refused(full, local),
-    "state": refused(full, state),
-    "window and state": refused(full, window, state),
-    "states only": refused(state),
-    "states of whole requests": refused(whole_state, caching=False),
-    "states of whole requests beside attention": refused(full, whole_state, caching=False),
-    "nothing": refused(),
-    "derived": refused(Derived(**common)),
-    "derived, among others": refused(full, Derived(**common)),
-    "sink": refused(sink),
-    "ahead": refused(full, ahead),
-    "replayed": refused(full, replayed),
-    "hosts": refused(full, hosts=8),
-    "blocks together": refused(full, layout="BLNHC"),
-    "heads first": refused(full, layout="LHBNC"),
-    "two groups": refused(full, full),
-    "elastic": refused(full, elastic=True),
-    "elastic, before the model loads": prechecked(elastic=True),
-}))
-"""
-
-
-def test_unsupported_features_are_refused_by_name(imported_vllm: ImportedVllm) -> None:
-    done = imported_vllm.run(["-c", _REFUSED])
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [s for s in done.stdout.splitlines() if s.startswith("RESULT ")]
-    refusals = json.loads(line.removeprefix("RESULT "))
-    served = (
-        *("full", "full without caching", "several widths", "mla", "two groups"),
-        *("window", "window among full", "windows of latent attention", "chunked local"),
-        *("replayed", "blocks together"),
-        *("state", "window and state", "states only", "states of whole requests"),
+    made = interface.KVCacheConfig(
+        num_blocks=8,
+        kv_cache_tensors=[],
+        kv_cache_groups=[interface.KVCacheGroupSpec(["a", "b"], spec) for spec in specs],
+        kv_cache_layout=options.get("layout"),
+        hisparse_host_num_blocks=options.get("hosts"),
     )
-    for case in served:
-        assert refusals.pop(case) == "", case
-    without = "serve this model without offloading"
-    wanted = {
-        "window in one group": ["org/name", "1 x FullAttentionSpec, 1 x SlidingWindowSpec"],
-        "states of whole requests beside attention": ["--enable-prefix-caching"],
-        "nothing": ["org/name", "no KV that vLLM can offload", without],
-        "mla without context": ["org/name", "MLAAttentionSpec", "no AMX", "without offloading"],
-        "derived": ["org/name", "does not know (2 x Derived)", without],
-        "derived, among others": ["org/name", "does not know (2 x Derived)", without],
-        "sink": ["org/name", "does not know (2 x SinkFullAttentionSpec)", without],
-        "ahead": ["org/name", "attends to later tokens", "unequal KV", without],
-        "heads first": ["VLLM_KV_CACHE_LAYOUT='LHBNC'", "LBHNC"],
-        "hosts": ["hisparse_config", "HiSparse"],
-        "elastic": ["enable_elastic_ep=True", "fixed number of replicas"],
-        "elastic, before the model loads": ["enable_elastic_ep=True", "fixed number of replicas"],
-    }
-    assert refusals.keys() == wanted.keys()
-    for case, words in wanted.items():
-        assert all(word in refusals[case] for word in words), (case, refusals[case])
+    refusal = refusal_of(refuse_unsupported, config, made)
+    assert all(word in refusal for word in words)
+    assert bool(refusal) is bool(words)
 
 
-_REGISTERED = """
-import json
-from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
-from vllm.model_executor import model_loader
-from vllm.model_executor.models import ModelRegistry
-from vllm_nvmeof_offload.vllm_adapter import weights
-from vllm_nvmeof_offload.vllm_adapter.deployment import foreign_code
-
-known = sorted(weights.FILE_FORMATS - set(model_loader._LOAD_FORMAT_TO_MODEL_LOADER))
-before = sorted(foreign_code())
-
-@register_model_loader("hf")
-@register_model_loader("mine")
-class Mine(DefaultModelLoader):
-    pass
-
-ModelRegistry.register_model("LlamaForCausalLM", "mine:Llama")
-
-print("RESULT " + json.dumps([known, before, sorted(foreign_code())]))
-"""
+def test_elastic_replicas_are_refused_before_the_model_loads() -> None:
+    model = SimpleNamespace(model="org/name", is_moe=True)
+    config = SimpleNamespace(model_config=model, cache_config=None, parallel_config=parallel(True))
+    refusal = refusal_of(precheck, config, {}, "staging_bytes")
+    assert refusal.startswith("enable_elastic_ep=True: ") and "fixed number" in refusal
 
 
-def test_a_plugins_loader_and_model_are_noticed(imported_vllm: ImportedVllm) -> None:
-    done = imported_vllm.run(["-c", _REGISTERED])
-    assert done.returncode == 0, done.stderr
-    result = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
-    unknown_to_vllm, before, after = json.loads(result.removeprefix("RESULT "))
-    assert unknown_to_vllm == []
-    assert before == []
-    assert after == ["LlamaForCausalLM", "hf", "mine"]
+def test_a_plugins_loader_and_model_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaders = dict(model_loader._LOAD_FORMAT_TO_MODEL_LOADER)
+    monkeypatch.setattr(model_loader, "_LOAD_FORMAT_TO_MODEL_LOADER", loaders)
+    monkeypatch.setattr(ModelRegistry, "models", dict(ModelRegistry.models))
+    assert loaders.keys() >= FILE_FORMATS
+    assert foreign_code() == set()
+
+    @model_loader.register_model_loader("hf")
+    @model_loader.register_model_loader("mine")
+    class Mine(DefaultModelLoader): ...
+
+    ModelRegistry.register_model("LlamaForCausalLM", "mine:Llama")
+    assert foreign_code() == {"LlamaForCausalLM", "hf", "mine"}
 
 
 def config(
@@ -232,12 +206,6 @@ def test_replicas_of_a_model_with_experts_share_the_sizes_as_others_do() -> None
     """Each stays one of two, and knows its own index, because they compute in step."""
     one = config(size=2, index=1, engine_id="abc_dp1", moe=True)
     assert replica_of(one, 2) == Replica(1, 2, "abc")
-
-
-def test_a_number_of_replicas_that_may_change_is_refused() -> None:
-    refuse_parallel(config(size=2).parallel_config)
-    with pytest.raises(ConfigError, match=r"^enable_elastic_ep=True: .* fixed number of replicas"):
-        refuse_parallel(config(size=2, enable_elastic_ep=True).parallel_config)
 
 
 def test_a_replica_knows_its_index_and_whose_ranks_are_its_siblings() -> None:
@@ -280,14 +248,6 @@ def platform(kind: str) -> SimpleNamespace:
     )
 
 
-def refused(kind: str) -> str:
-    try:
-        refuse_platform(platform(kind))
-    except ConfigError as error:
-        return str(error)
-    return ""
-
-
 def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
     def find_spec(name: str) -> object:
         if name.partition(".")[0] in missing and "." in name:
@@ -297,21 +257,21 @@ def without(monkeypatch: pytest.MonkeyPatch, *missing: str) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
 
 
-def test_the_cpu_needs_no_gpu_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "cuda")
-    assert refused("cpu") == ""
-
-
 @pytest.mark.parametrize("kind", ["rocm", "xpu", "tpu"])
 def test_platforms_without_a_copy_engine_are_refused(kind: str) -> None:
-    error = refused(kind)
+    error = refusal_of(refuse_platform, platform(kind))
     assert error.startswith("--kv-offloading-backend='nvmeof': ")
     assert f"'{kind}'" in error and "NVIDIA GPUs" in error
 
 
-def test_a_gpu_is_served_with_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch)
-    assert refused("cuda") == ""
+@pytest.mark.parametrize(
+    ("kind", "missing"), [("cpu", "cuda"), ("cuda", ""), ("cuda", "cuda.core")]
+)
+def test_a_platform_is_served_with_the_packages_that_it_needs(
+    monkeypatch: pytest.MonkeyPatch, kind: str, missing: str
+) -> None:
+    without(monkeypatch, missing)
+    assert refusal_of(refuse_platform, platform(kind)) == ""
 
 
 @pytest.mark.parametrize("missing", ["cuda", "cuda.bindings"])
@@ -319,7 +279,7 @@ def test_a_gpu_without_them_is_refused_with_the_remedy(
     monkeypatch: pytest.MonkeyPatch, missing: str
 ) -> None:
     without(monkeypatch, missing)
-    error = refused("cuda")
+    error = refusal_of(refuse_platform, platform("cuda"))
     assert re.search(r"need cuda-bindings: pip install '?cuda-bindings.* 'nvidia-ml-py", error)
 
 
@@ -335,11 +295,6 @@ def test_every_extra_can_be_installed_without_this_packages_name() -> None:
     shown = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("examples/**/*.md")]
     shown += [*ROOT.glob("vllm_nvmeof_offload/**/*.py"), *ROOT.glob("bench/**/*.py")]
     assert [path.name for path in shown if f"{project['name']}[" in path.read_text()] == []
-
-
-def test_a_gpu_is_served_without_the_kernels_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    without(monkeypatch, "cuda.core")
-    assert refused("cuda") == ""
 
 
 def _estimate(is_hybrid: bool = False, stages: int = 1, **text_config: Any) -> int | None:
