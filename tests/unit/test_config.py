@@ -40,15 +40,9 @@ def parse(extra: dict[str, Any], **env: str) -> OffloadConfig:
     return parse_config(extra, {"HOME": "/home/someone", **env})
 
 
-def test_defaults_are_those_in_the_design() -> None:
-    config = parse({})
+def test_staging_is_a_quarter_of_the_memory_up_to_8_gib_by_default() -> None:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert config.staging_bytes == min(8 * GIB, physical // 4)
-    assert config.targets == ["/home/someone/.cache/vllm-nvmeof/pool"]
-    assert config.pool_bytes is None
-    assert config.chunk_bytes_min == 512 * KIB
-    assert config.offload_prompt_only is False
-    assert config.adopt is True
+    assert parse({}).staging_bytes == min(8 * GIB, physical // 4)
 
 
 def test_xdg_cache_home_moves_the_default_target_unless_it_is_relative() -> None:
@@ -82,11 +76,6 @@ def test_json_wins_over_the_environment_and_the_environment_over_defaults() -> N
 
 def test_a_single_target_may_be_a_string() -> None:
     assert parse({"targets": "/mnt/a/"}).targets == ["/mnt/a"]
-
-
-def test_the_object_is_frozen() -> None:
-    with pytest.raises(ValueError, match="frozen"):
-        parse({}).store_threshold = 2  # type: ignore[misc]
 
 
 REFUSED: list[tuple[str, Any, str]] = [
@@ -245,11 +234,6 @@ def test_an_unknown_key_that_resembles_none_gets_no_suggestion(wrong: str) -> No
         parse({}, **{variable: "1"})
     with pytest.raises(ConfigError, match=f"no key has this name; {listed}"):
         find_key(wrong)
-
-
-def test_an_unknown_variable_is_refused_too() -> None:
-    with pytest.raises(ConfigError, match=r"VLLM_NVMEOF_TARGET='/x'.*VLLM_NVMEOF_TARGETS"):
-        parse({}, VLLM_NVMEOF_TARGET="/x")
 
 
 @pytest.mark.parametrize(("text", "value"), [("1", True), ("0", False), ("True", True)])

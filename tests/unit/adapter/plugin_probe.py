@@ -176,7 +176,6 @@ def probe(run: Probe) -> dict[str, Any]:
         "json_fail": run.cli(*run.transfer(**ours, kv_load_failure_policy="fail")),
         "prompt_only": run.cli(*backend, *size, *run.transfer({"offload_prompt_only": True})),
         "other_connector": run.cli(*backend, *run.transfer(kv_connector="X", kv_role="kv_both")),
-        "two_errors": run.cli(*backend, *run.transfer({"targts": 1, "stagin": 2})),
         "unknown_key": run.cli(*backend, *run.transfer({"targts": "/x"})),
         "wrong_type": run.cli(*backend, *run.transfer({"store_threshold": "8"})),
         "tiny_pool": run.cli(*backend, *run.transfer({"pool_bytes": "4KiB"})),

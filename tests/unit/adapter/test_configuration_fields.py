@@ -164,14 +164,9 @@ def online(**config: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("one", "other"),
     [
-        (online(linear="fp8_per_tensor"), online(linear="mxfp4")),
         (
             online(linear="fp8_per_channel"),
             online(linear="fp8_per_channel", ignore=["*layers.0*"]),
-        ),
-        (
-            online(linear="fp8_per_channel"),
-            online(targets={"re:.*qkv_proj": "fp8_per_channel"}),
         ),
         (
             {"quantization": "fp8_per_channel"},

@@ -51,29 +51,22 @@ def test_a_version_is_known_by_its_first_two_numbers(
             vllm_release.refuse_unknown(False)
 
 
-@pytest.mark.parametrize(
-    ("version", "line"),
-    [
-        ("0.33.0", "vLLM 0.33.0 is not as expected (no hook). --kv-transfer-config with "),
-        ("0.34.0", "vLLM 0.34.0 is not known to this vllm-nvmeof-offload; use vLLM 0.32 or 0.33"),
-    ],
-)
-def test_an_unsupported_vllm_gets_one_line_that_names_supported_versions(
-    monkeypatch: pytest.MonkeyPatch, version: str, line: str
+def test_an_unknown_vllm_without_a_hook_gets_one_line_that_names_known_versions(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fail() -> None:
         raise IntegrationError("no hook")
 
     warnings: list[str] = []
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__=version))
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.34.0"))
     monkeypatch.setattr(plugin, "_register", fail)
     monkeypatch.setattr(plugin, "_warned", False)
     monkeypatch.setattr(plugin.logger, "warning", lambda text, *args: warnings.append(text % args))
     plugin.register()
     plugin.register()
     (only,) = warnings
-    assert only.startswith(f"nvmeof backend not available: {line}")
-    assert "(no hook)" in only and "\n" not in only
+    assert only.startswith("nvmeof backend not available: vLLM 0.34.0 is not known to this ")
+    assert "use vLLM 0.32 or 0.33" in only and "(no hook)" in only and "\n" not in only
 
 
 def _base(self: Any, job: int, source: str, fast: bool = False) -> None: ...
