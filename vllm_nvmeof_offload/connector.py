@@ -226,8 +226,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         self, finished_req_ids: set[str], **more: Any
     ) -> KVConnectorTransferResults:
         results = super().get_transfer_results(finished_req_ids, **more)
-        # Drop our report on a request that vLLM itself reports as failed.
-        self._worker.forget_failures(results.failed_recving)
+        # Drop our report on the blocks of a request that vLLM itself reports as failed.
+        self._worker.forget_blocks(results.failed_recving)
         results.failed_recving |= self._worker.take_failed_requests()
         return results
 

@@ -188,10 +188,9 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         taken, self._invalid_blocks = self._invalid_blocks, {}
         return set().union(*taken.values())
 
-    def forget_failures(self, requests: Iterable[str]) -> None:
+    def forget_blocks(self, requests: Iterable[str]) -> None:
         for request in requests:
             self._invalid_blocks.pop(request, None)
-            self._failed_requests.discard(request)
 
     def take_failed_requests(self) -> set[str]:
         """Return requests to recompute because finished loads did not fill all of their blocks."""

@@ -26,6 +26,7 @@ from vllm_nvmeof_offload.connector import (
 )
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES
 from vllm_nvmeof_offload.multi_connector import NVMeoFMultiConnector
+from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 
 
 @dataclass
@@ -101,33 +102,13 @@ def test_others_that_disagree_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
         NVMeoFMultiConnector.get_required_kvcache_layout(None)
 
 
-class _FailedLoads:
+class _Failing(NVMeoFOffloadingConnector):
     """Loads of "a" and "b" failed, at blocks 1 and 2, and that of "c", as a whole."""
 
     def __init__(self) -> None:
-        self.blocks, self.requests = {"a": {1}, "b": {2}}, {"c"}
-
-    def forget_failures(self, requests: set[str]) -> None:
-        for request in requests:
-            self.blocks.pop(request, None)
-            self.requests.discard(request)
-
-    def take_invalid_blocks(self) -> set[int]:
-        return set().union(*self.blocks.values())
-
-    def take_failed_requests(self) -> set[str]:
-        return self.requests
-
-
-class _Failing(NVMeoFOffloadingConnector):
-    connector_worker: Any = SimpleNamespace()
-
-    def __init__(self) -> None:
-        self.ours = _FailedLoads()
-
-    @property
-    def _worker(self) -> Any:
-        return self.ours
+        worker = object.__new__(NVMeoFOffloadingWorker)
+        worker._invalid_blocks, worker._failed_requests = {"a": {1}, "b": {2}}, {"c"}
+        self.connector_worker: Any = SimpleNamespace(worker=worker)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,10 @@ from __future__ import annotations
 import mmap
 import pickle
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from itertools import chain
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tests.process import wait_until
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.errors import OK, STALE, EngineError
-from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
+from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.io.base import NoIoEngine, Waker
 from vllm_nvmeof_offload.protocol import ChunkBatch, LoadCommand, OpReport, StoreCommand, unpacked
 from vllm_nvmeof_offload.staging import StagingMap
@@ -131,9 +132,8 @@ class _Rank:
 
 @pytest.fixture
 def rank() -> Iterator[_Rank]:
-    one = _Rank(FULL, WINDOW, EMPTY, STATE)
-    yield one
-    one.close()
+    with closing(_Rank(FULL, WINDOW, EMPTY, STATE)) as one:
+        yield one
 
 
 def test_every_group_comes_back_into_other_blocks(rank: _Rank) -> None:
@@ -199,28 +199,11 @@ def test_a_failed_load_of_several_groups_names_the_request(rank: _Rank) -> None:
 def test_a_failed_load_names_blocks_or_its_request(
     reports_blocks: bool, blocks: set[int], requests: set[str]
 ) -> None:
-    rank = _Rank(FULL, reports_blocks=reports_blocks)
-    try:
+    with closing(_Rank(FULL, reports_blocks=reports_blocks)) as rank:
         assert rank.store([[0]], [[0, 1]], [0]) == [True]
         assert rank.load([[0, -1]], [[20, 21, 22]], [0]) == [True, False]
         assert rank.worker.take_invalid_blocks() == blocks
         assert rank.worker.take_failed_requests() == requests
-    finally:
-        rank.close()
-
-
-@pytest.mark.parametrize("reports_blocks", [True, False])
-def test_a_failure_that_vllm_has_reported_too_is_not_reported_again(reports_blocks: bool) -> None:
-    rank = _Rank(FULL, reports_blocks=reports_blocks)
-    try:
-        assert rank.load([[-1]], [[20, 21]], [0]) == [False]
-        rank.worker.forget_failures({"request 1"})
-        assert rank.load([[-1]], [[22, 23]], [0]) == [False]
-        rank.worker.forget_failures({"request 1", "another"})
-        assert rank.worker.take_invalid_blocks() == ({22, 23} if reports_blocks else set())
-        assert rank.worker.take_failed_requests() == (set() if reports_blocks else {"request 2"})
-    finally:
-        rank.close()
 
 
 def test_chunks_of_groups_in_another_order_are_an_error(rank: _Rank) -> None:
@@ -235,68 +218,24 @@ def test_chunks_of_groups_in_another_order_are_an_error(rank: _Rank) -> None:
     assert "not sorted by group" in str(stopped.value.__cause__)
 
 
-if TYPE_CHECKING:
-    from vllm_nvmeof_offload.worker.pipeline import Transfer
-
-
-class _Runner:
-    """Calls what is handed over at once."""
-
-    def __init__(self) -> None:
-        self.transfers: list[Transfer] = []
-        self.helpers: list[dict[int, int]] = []
-
-    def hand_over(self, call: Any, *ops: int) -> None:
-        call(self)
-
-    start = hand_over
-
-    def transfer(
-        self,
-        geometry: object,
-        transfers: list[Transfer],
-        fence: object,
-        helpers: dict[int, int],
-    ) -> None:
-        self.transfers += transfers
-        self.helpers.append(helpers)
-
-
-def rank_of(groups: int) -> tuple[RankWorker, _Runner]:
-    ranks = [RankGroup(Group(number, GroupKind.FULL, 32, 2), 64) for number in range(groups)]
-    geometry = SimpleNamespace(groups=ranks, by_group=[SimpleNamespace(starts=[0])] * groups)
-    runner = _Runner()
-    parts = SimpleNamespace(
-        runner=runner, geometry=geometry, copy=SimpleNamespace(record_fence=lambda: None)
-    )
-    return cast(RankWorker, parts), runner
-
-
-def batch(groups: Sequence[int]) -> ChunkBatch:
-    rows = len(groups)
-    keys = b"".join(b"key%04d" % n + g.to_bytes(4, "big") for n, g in enumerate(groups))
-    return ChunkBatch.of(
-        keys,
-        np.ones(rows, np.uint64),
-        np.arange(rows, dtype=np.int32),
-        np.full(rows, -1, np.int64),
-        np.array(groups, np.uint8),
-    )
-
-
-def test_the_helpers_of_a_load_reach_the_pipeline_through_a_pickle() -> None:
-    parts, runner = rank_of(1)
-    worker, blocks = NVMeoFOffloadingWorker(parts), _spec([[1, 2]], [0])
+def test_the_helpers_of_a_load_reach_the_pipeline_through_a_pickle(
+    rank: _Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    helpers: list[dict[int, int]] = []
+    pipeline = SimpleNamespace(transfer=lambda *given: helpers.append(given[-1]))
+    for name in ("start", "hand_over"):
+        monkeypatch.setattr(rank.runner, name, lambda call, *ops: call(pipeline))
+    batch, blocks = rank._batch([[0], [], [], []]), _spec([[1, 2], [], [], []], [0] * 4)
     commands: list[StoreCommand | LoadCommand] = [
-        StoreCommand(1, batch([0])),
-        LoadCommand(2, batch([0]), 0b101),
-        LoadCommand(3, batch([0])),
-        LoadCommand(4, batch([0]), 0),
+        StoreCommand(1, batch),
+        LoadCommand(2, batch, 0b101),
+        LoadCommand(3, batch),
+        LoadCommand(4, batch, 0),
     ]
     specs = [pickle.loads(pickle.dumps(CommandSpec(command))) for command in commands]
     assert [spec.command for spec in specs] == commands
     assert [type(spec.command) for spec in specs] == [type(one) for one in commands]
-    worker.submit_store(1, blocks, specs[0])
+    rank.worker.submit_store(1, blocks, specs[0])
     for job, spec in enumerate(specs[1:], 2):
-        worker.submit_load(job, spec, blocks, urgent=True)
-    assert [one for one in runner.helpers if one] == [{2: 0b101}, {4: 0}]
+        rank.worker.submit_load(job, spec, blocks, urgent=True)
+    assert helpers == [{}, {2: 0b101}, {}, {4: 0}]
