@@ -736,7 +736,8 @@ def share_secret(config: OffloadConfig) -> bytes:
     if not path:
         return b""
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        # Opening a named pipe does not block either.
+        with open(path, "rb", opener=lambda name, how: os.open(name, how | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             secret = file.read(_SECRET_BYTES_MAX + 1) if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
@@ -756,11 +757,6 @@ def share_secret(config: OffloadConfig) -> bytes:
     else:
         return secret
     raise ConfigError("share_secret_file", path, problem)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """Open a file, even a named pipe, without blocking."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def check_memory(config: OffloadConfig, node_count: int = 1, key: str = "staging_bytes") -> None:

@@ -110,13 +110,14 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         config = parse_config(extra)
         vllm_release.refuse_unknown(config.allow_unknown_vllm)
         replica = replica_of(vllm_config, config.replicas)
+        one_host = count_nodes(vllm_config.parallel_config) == 1
         super().__init__(vllm_config, role, kv_cache_config)
         if self.connector_worker is not None:
             spec = self.connector_worker.spec
             assert isinstance(spec, NVMeoFOffloadingSpec)
             spec.deployment = deployed(vllm_config, extra.get(WEIGHTS_SEEN, {}))
             spec.replica = replica
-            spec.one_host = count_nodes(vllm_config.parallel_config) == 1
+            spec.one_host = one_host
         #: Seconds spent in scheduler-side methods since the last step's output.
         self._spent_s = 0.0
         #: KV events that a reset has already taken; the next step reports them.
@@ -127,14 +128,14 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             self._boundary_tokens = keep_boundaries(
                 self.scheduler, vllm_config, kv_cache_config, self._groups, config.boundary_tokens
             )
-            one_host = count_nodes(vllm_config.parallel_config) == 1
             share = ShareSettings(one_host, config.share_group)
             self._share = None if config.share == "off" else share
             name = str(vllm_config.model_config.served_model_name)
             labels = {"model_name": name, "engine": str(replica.index)}
             is_dropped = vllm_release.drops_connector_stats()
             self._export = ExporterSettings(config.metrics_listen, replica, labels, is_dropped)
-            self._trusts_weight_version = config.trust_weight_version
+            #: Whether vLLM's `weight_version` is accepted as the name of the weights.
+            self.trusts_weight_version = config.trust_weight_version
             self._view = SchedulerView(self.scheduler, self._groups, lambda: self._kv_cache_manager)
             self._old_kv = OldKV(self._manager.suspension, self._view)
             self.paused = PausedTiers(self._manager)
@@ -413,11 +414,6 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             if not self.paused.undecided:
                 self.reset_cache()
             self._old_kv.began(call, self.scheduler._req_status, known=known)
-
-    @property
-    def trusts_weight_version(self) -> bool:
-        """Return whether vLLM's `weight_version` is accepted as the name of the weights."""
-        return self._trusts_weight_version
 
     def name_weights(self, version: str) -> str:
         """Record the operator's statement that all ranks have this version of the weights. Return

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from vllm_nvmeof_offload.manager.core import RETAIN_S_MAX, SessionIds
@@ -72,14 +72,12 @@ class Advice:
 
     def together(self, other: Advice) -> Advice:
         """Combine with `other`: keep this advice's helpers and retention, and `other`'s answers."""
-        return Advice(
-            self.prefetch or other.prefetch,
-            self.retain + other.retain,
-            self.demote or other.demote,
-            self.helpers,
-            other.answers,
-            self.retention,
-            self.retention_answer,
+        return replace(
+            self,
+            prefetch=self.prefetch or other.prefetch,
+            retain=self.retain + other.retain,
+            demote=self.demote or other.demote,
+            answers=other.answers,
         )
 
     def kept(self, ends: Iterable[int]) -> list[int]:

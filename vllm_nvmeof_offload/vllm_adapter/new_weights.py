@@ -129,21 +129,15 @@ def _watch_calls(stock: Callable[..., Any]) -> Callable[..., Any]:
 def check_version(what: str, version: object) -> str:
     """Return a valid name, or raise ConfigError. `what` is the argument or method that gives it."""
     if not isinstance(version, str):
-        raise ConfigError(what, version, "the name of the weights must be a string")
-    if len(version) > _CHARACTERS_MAX:
-        raise ConfigError(
-            what,
-            version,
-            f"the name of the weights has {len(version)} characters; use at most {_CHARACTERS_MAX}",
-        )
-    if not _NAME.fullmatch(version):
-        raise ConfigError(
-            what,
-            version,
-            "the name of the weights must begin with a letter or digit, and contain only letters, "
-            "digits and . _ : / @ + = -",
-        )
-    return version
+        problem = "must be a string"
+    elif len(version) > _CHARACTERS_MAX:
+        problem = f"has {len(version)} characters; use at most {_CHARACTERS_MAX}"
+    elif not _NAME.fullmatch(version):
+        problem = "must begin with a letter or digit, and contain only letters, digits and "
+        problem += ". _ : / @ + = -"
+    else:
+        return version
+    raise ConfigError(what, version, f"the name of the weights {problem}")
 
 
 def version_of(call: inspect.BoundArguments) -> str:
@@ -272,15 +266,11 @@ def _name(engine_core: Any, version: str) -> list[str]:
 
 def _connectors_with(engine_core: Any, method: str) -> Iterator[Any]:
     scheduler = getattr(engine_core, "scheduler", None)
-    for connector in _connectors(getattr(scheduler, "connector", None)):
+    connectors = [getattr(scheduler, "connector", None)]
+    for connector in connectors:
+        connectors += getattr(connector, "sub_connectors", None) or ()
         if getattr(connector, method, None) is not None:
             yield connector
-
-
-def _connectors(connector: Any) -> Iterator[Any]:
-    yield connector
-    for child in getattr(connector, "sub_connectors", None) or ():
-        yield from _connectors(child)
 
 
 class PausedTiers:
