@@ -2,7 +2,7 @@
 """Finds the suites that detect each mutant: first `cover`, then `run`, which can be continued.
 
     python -m tests.kill_matrix cover        # notes which test runs which line
-    python -m tests.kill_matrix run          # writes each mutant into matrix.json when it is done
+    python -m tests.kill_matrix run          # writes each mutant into build/kill-matrix/matrix.json
     python -m tests.kill_matrix show
 
 Mutants are those of the simulator, each under its name, and those that `changes.py` makes. Each
@@ -35,8 +35,8 @@ import pytest
 from tests.kill_matrix.changes import FOLDERS, PACKAGE, ROOT, Change, chosen
 from tests.kill_matrix.plugin import NO_MUTANT, SUITES, suite_of
 
-MATRIX = ROOT / "tests" / "kill_matrix" / "matrix.json"
 SCRATCH = ROOT / "build" / "kill-matrix"
+MATRIX = SCRATCH / "matrix.json"
 LINES = SCRATCH / "lines.json"
 #: What drives the native core without Python above it that a change could name.
 NATIVE_TESTS = (
