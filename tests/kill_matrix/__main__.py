@@ -85,19 +85,21 @@ def cover(suites: Iterable[str]) -> None:
 
 
 def run(count: int, jobs: int, only: str, limit_s: float) -> None:
-    """Run what the matrix does not have yet, or what no suite killed within a shorter limit."""
+    """Run what the matrix does not have yet."""
     noted = json.loads(LINES.read_text())
     covered: _Covered = noted["lines"]
-    matrix: dict[str, Any] = json.loads(MATRIX.read_text()) if MATRIX.exists() else {"mutants": {}}
-    matrix["command"] = f"python -m tests.kill_matrix run --new {count}"
-    rows: dict[str, Any] = matrix["mutants"]
+    rows: dict[str, Any] = json.loads(MATRIX.read_text()) if MATRIX.exists() else {}
+    lines_run = Counter[str]()
+    for by_line in covered.values():
+        for running in by_line.values():
+            lines_run.update(running)
     for module in _HEAVY:
         importlib.import_module(module)
     # In a process of its own: a mutant's module is imported only under its change.
     with multiprocessing.get_context("fork").Pool(1) as pool:
         simulators = pool.apply(_of_the_simulator)
     mutants = simulators | {change.name: change for change in chosen(count)}
-    left = [name for name in mutants if _is_left(rows.get(name), limit_s) and re.search(only, name)]
+    left = [name for name in mutants if name not in rows and re.search(only, name)]
     print(f"{len(left)} of {len(mutants)} mutants are left", flush=True)
     playing: dict[int, tuple[str, dict[str, Any]]] = {}
     while left or playing:
@@ -105,8 +107,7 @@ def run(count: int, jobs: int, only: str, limit_s: float) -> None:
             name = left.pop(0)
             what = mutants[name]
             row = asdict(what) if isinstance(what, Change) else {"kind": "of the simulator"}
-            row["limit_s"] = limit_s
-            tests = _tests_under(name, what, covered)
+            tests = _tests_under(what, covered, lines_run)
             sys.stdout.flush()
             pid = os.fork()
             if pid == 0:
@@ -124,21 +125,13 @@ def run(count: int, jobs: int, only: str, limit_s: float) -> None:
             own = f"tests/sim/test_mutants.py::test_a_broken_rule_is_caught[{name}]"
             row["suites"]["sim"] = {"killed_by": own}
         rows[name] = row
-        MATRIX.write_text(json.dumps(matrix, indent=1, sort_keys=True) + "\n")
+        MATRIX.write_text(json.dumps(rows))
         by = [suite for suite, one in row["suites"].items() if one.get("killed_by")]
         print(f"{name}: {', '.join(by) or 'not killed'}", flush=True)
 
 
-def _is_left(row: dict[str, Any] | None, limit_s: float) -> bool:
-    if row is None:
-        return True
-    suites = row["suites"].values()
-    was_cut = any(one.get("was_cut") for one in suites) and row["limit_s"] < limit_s
-    return was_cut and not any(one.get("killed_by") for one in suites)
-
-
 def _tests_under(
-    name: str, what: Change | list[tuple[str, range]] | None, covered: _Covered
+    what: Change | list[tuple[str, range]] | None, covered: _Covered, lines_run: Counter[str]
 ) -> list[str]:
     """Those that run fewest lines first, by file: most are quick, and of one thing."""
     if isinstance(what, Change):
@@ -148,23 +141,11 @@ def _tests_under(
     else:
         found = {test for path, lines in what for test in _tests_of(covered, path, lines)}
         found = {test for test in found if not test.startswith("tests/sim/")}
-    lines = _lines_run(covered)
     by_file: dict[str, list[str]] = defaultdict(list)
     for test in sorted(found):
         by_file[test.partition("::")[0]].append(test)
-    files = sorted(by_file.values(), key=lambda tests: min(lines[test] for test in tests))
+    files = sorted(by_file.values(), key=lambda tests: min(lines_run[test] for test in tests))
     return [test for tests in files for test in tests]
-
-
-_lines_of_tests: Counter[str] = Counter()
-
-
-def _lines_run(covered: _Covered) -> Counter[str]:
-    if not _lines_of_tests:
-        for by_line in covered.values():
-            for tests in by_line.values():
-                _lines_of_tests.update(tests)
-    return _lines_of_tests
 
 
 def _play(
@@ -252,12 +233,14 @@ def _failed(places: list[str], environment: dict[str, str]) -> set[str]:
 def show() -> None:
     """Print how many mutants each suite kills, and by name those that no test of the gate kills,
     that none at all kills, and that none reaches."""
-    rows = json.loads(MATRIX.read_text())["mutants"]
+    rows = json.loads(MATRIX.read_text())
     gate = _tests_of_the_gate()
     killed, alone = Counter[str](), Counter[str]()
     others: dict[str, list[str]] = defaultdict(list)
     for name, row in sorted(rows.items()):
-        tests = {suite: one["killed_by"] for suite, one in row["suites"].items() if _killed(one)}
+        tests = {
+            suite: one["killed_by"] for suite, one in row["suites"].items() if "killed_by" in one
+        }
         killed.update([*tests])
         alone.update([*tests] if len(tests) == 1 else [])
         if not tests:
@@ -273,10 +256,6 @@ def show() -> None:
         print(f"{suite:10} kills {killed[suite]:4}, of which no other does {alone[suite]:4}")
     for how, names in others.items():
         print(f"\n{len(names)} {how}:", *names, sep="\n  ")
-
-
-def _killed(one: dict[str, Any]) -> bool:
-    return one.get("killed_by") is not None
 
 
 def _tests_of_the_gate() -> set[str]:

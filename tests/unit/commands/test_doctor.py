@@ -27,7 +27,7 @@ from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.calibration import Cell
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity, worst
+from vllm_nvmeof_offload.fabric.findings import Severity
 from vllm_nvmeof_offload.fabric.topology import TargetFabric
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.peers.base import Common, Levels, PeerRead, Served, SlotMemory
@@ -161,6 +161,7 @@ def test_targets_and_pool_size_come_from_the_environment_or_from_options(
     shown = json.loads(CliRunner().invoke(app, arguments).stdout)
     assert [one["target"] for one in shown["targets"]] == [str(targets[1])]
     assert {one["check"]: one for one in shown["findings"]}["pool_space"]["severity"] == "ok"
+    assert findings("--pool", "much", code=2)["pool_space"]["severity"] == "error"
 
 
 def test_a_pool_that_a_live_server_holds_is_named_where_another_does_not_fit(
@@ -210,13 +211,6 @@ def test_small_pages_are_a_warning(tmp_path: Path, text: str | None, severity: S
 
 def test_an_invalid_size_is_refused() -> None:
     assert "staging_bytes='lots': " in run("--staging", "lots", code=2).stderr
-
-
-def test_the_worst_finding_decides() -> None:
-    made = [Finding("a", "host", severity, "seen") for severity in Severity]
-    assert worst(made) is Severity.ERROR
-    assert worst(made[:2]) is Severity.WARNING
-    assert worst([]) is Severity.OK
 
 
 KEYSPACE = "0123456789abcdef" * 2

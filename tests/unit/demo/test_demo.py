@@ -31,7 +31,7 @@ from vllm_nvmeof_bench.reports.demo import Sample
 from vllm_nvmeof_bench.results import BenchError, load
 from vllm_nvmeof_bench.serve.measure import TtftSettings
 from vllm_nvmeof_bench.servers import model, smollm2
-from vllm_nvmeof_bench.servers.client import Answer, ClientError, Metrics, _take
+from vllm_nvmeof_bench.servers.client import Answer, ClientError, _take
 from vllm_nvmeof_bench.servers.model import ModelShape, distinct_ratio, make_model, random_tokens
 from vllm_nvmeof_bench.servers.server import OffloadSpec, ServerSpec
 
@@ -125,33 +125,31 @@ def test_a_loop_is_detected() -> None:
     assert compare(looped, looped).distinct_ratio_min < 0.05
 
 
-def test_resumes_are_timed_from_the_end_that_made_room() -> None:
-    steady = Answer(0.0, times=[i * 0.1 for i in range(31)])  # ends at 3.0
-    stopped = Answer(0.0, times=[0.1, 0.2, 3.4, 3.5])  # nothing between 0.2 and 3.4
-    assert resume_times_s([steady, stopped]) == pytest.approx([0.4])
+STEADY = [i * 0.1 for i in range(31)]  # ends at 3.0
+STOPPED = [0.1, 0.2, 3.4, 3.5]  # nothing between 0.2 and 3.4
 
 
-def test_a_pause_that_everyone_shares_is_no_preemption() -> None:
-    times = [0.1, 0.2, 3.4, 3.5]
-    assert resume_times_s([Answer(0.0, times=times), Answer(0.0, times=list(times))]) == []
-
-
-def test_a_preemption_without_a_visible_start_is_left_out() -> None:
-    steady = Answer(0.0, times=[i * 0.1 for i in range(60)])  # still running at the resume
-    assert resume_times_s([steady, Answer(0.0, times=[0.1, 0.2, 3.4, 3.5])]) == []
-
-
-def test_a_burst_is_no_preemption() -> None:
-    """The client slept: it reads what two streams received in order, but all at once."""
-    first = Answer(0.0, times=[0.1, *(3.0 + i / 1e4 for i in range(20))])
-    second = Answer(0.0, times=[0.1, *(3.01 + i / 1e4 for i in range(30))])
-    assert resume_times_s([first, second]) == []
-
-
-def test_an_end_in_the_same_event_as_the_next_token_is_left_out() -> None:
-    steady = Answer(0.0, times=[i * 0.1 for i in range(31)])
-    stopped = Answer(0.0, times=[0.1, 0.2, 3.001, 3.5])
-    assert resume_times_s([steady, stopped]) == []
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        (STEADY, STOPPED, [0.4]),
+        (STOPPED, STOPPED, []),
+        ([i * 0.1 for i in range(60)], STOPPED, []),
+        # The client slept: it reads what two streams received in order, but all at once.
+        (
+            [0.1, *(3.0 + i / 1e4 for i in range(20))],
+            [0.1, *(3.01 + i / 1e4 for i in range(30))],
+            [],
+        ),
+        (STEADY, [0.1, 0.2, 3.001, 3.5], []),
+    ],
+    ids=["timed from an end", "pause of all", "no end seen", "burst", "in the same event"],
+)
+def test_resumes_are_timed_from_the_end_that_made_room(
+    first: list[float], second: list[float], expected: list[float]
+) -> None:
+    found = resume_times_s([Answer(0.0, times=list(one)) for one in (first, second)])
+    assert found == pytest.approx(expected)
 
 
 def test_a_turn_is_named_by_the_tier_that_held_its_prompt() -> None:
@@ -175,20 +173,6 @@ def test_conversations_are_the_same_every_time_and_grow() -> None:
     second = first.next_prompt()
     assert second[:52] == [*opening, 7, 8]
     assert len(second) == 57
-
-
-def test_metrics_are_read_by_name_and_label() -> None:
-    metrics = Metrics(
-        "# HELP vllm:x_total text\n"
-        'vllm:x_total{source="cpu",engine="0"} 3.0\n'
-        'vllm:x_total{source="pool",engine="0"} 4e2\n'
-        "process_open_fds 12\n"
-    )
-    assert metrics.value("vllm:x_total") == 403
-    assert metrics.value("vllm:x_total", source="cpu") == 3
-    assert metrics.value("vllm:x_total", source="gpu") == 0
-    assert metrics.has("process_open_fds")
-    assert not metrics.has("vllm:x")
 
 
 def test_streamed_events_become_tokens() -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -175,27 +174,9 @@ def test_the_server_gets_sigterm_when_its_starter_dies(tmp_path: Path) -> None:
     pid = int(parent.stdout)
     child = int(log_path.read_text().split("child", 1)[1].split()[0])
     try:
-        _wait_until_ended(pid)
+        wait_until("the server's end", lambda: not running(pid), limit_s=30)
     finally:
         subprocess.run(["kill", "-9", str(child)], check=False)
-
-
-def _wait_until_ended(pid: int) -> None:
-    """Wait for a process that is not our child; 30 s at most."""
-    descriptor = _pidfd(pid)
-    if descriptor is None:
-        return
-    with os.fdopen(descriptor) as file:
-        poller = select.poll()
-        poller.register(file, select.POLLIN)
-        assert poller.poll(30_000), f"{pid} is still running"
-
-
-def _pidfd(pid: int) -> int | None:
-    try:
-        return os.pidfd_open(pid)
-    except ProcessLookupError:
-        return None
 
 
 def test_the_environment_lets_python_keep_bytecode(

@@ -78,20 +78,18 @@ def test_serving_without_targets_names_the_missing_setting() -> None:
 
 
 @pytest.fixture(scope="module")
-def manifest() -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration in the ConfigMap, and the pod."""
-    config, service, server = yaml.safe_load_all(MANIFEST.read_text())
-    kinds = [one["kind"] for one in (config, service, server)]
-    assert kinds == ["ConfigMap", "Service", "StatefulSet"]
-    pod = server["spec"]["template"]["spec"]
-    extra = json.loads(config["data"]["transfer.json"])["kv_connector_extra_config"]
-    return extra, pod
+def manifest() -> dict[str, Any]:
+    return {one["kind"]: one for one in yaml.safe_load_all(MANIFEST.read_text())}
 
 
-def test_the_manifests_configuration_is_the_products(
-    manifest: tuple[dict[str, Any], dict[str, Any]],
-) -> None:
-    extra, pod = manifest
+@pytest.fixture(scope="module")
+def pod(manifest: dict[str, Any]) -> Any:
+    return manifest["StatefulSet"]["spec"]["template"]["spec"]
+
+
+def test_the_manifests_configuration_is_the_products(manifest: dict[str, Any], pod: Any) -> None:
+    transfer = json.loads(manifest["ConfigMap"]["data"]["transfer.json"])
+    extra = transfer["kv_connector_extra_config"]
     (container,) = pod["containers"]
     config = parse_config(extra, {one["name"]: one["value"] for one in container["env"]})
     assert config.pool_bytes, (
@@ -111,10 +109,7 @@ def test_the_manifests_configuration_is_the_products(
     assert config.io_engine == "uring"
 
 
-def test_the_manifest_matches_its_readme(
-    manifest: tuple[dict[str, Any], dict[str, Any]],
-) -> None:
-    _, pod = manifest
+def test_the_manifest_matches_its_readme(pod: Any) -> None:
     assert pod["securityContext"]["seccompProfile"]["type"] == "Localhost"
     assert pod["securityContext"]["runAsNonRoot"]
     assert pod["nodeSelector"]
@@ -129,8 +124,8 @@ def test_the_manifest_matches_its_readme(
     assert numbers == set(re.findall(r"\((\d+)\)", readme))
 
 
-def test_the_service_leads_to_the_servers_port() -> None:
-    _, service, server = yaml.safe_load_all(MANIFEST.read_text())
+def test_the_service_leads_to_the_servers_port(manifest: dict[str, Any]) -> None:
+    service, server = manifest["Service"], manifest["StatefulSet"]
     assert server["spec"]["serviceName"] == service["metadata"]["name"]
     template = server["spec"]["template"]
     labels = template["metadata"]["labels"]
@@ -165,8 +160,7 @@ def test_each_claim_names_the_volume_of_its_target() -> None:
         assert paths[volume] == mounts[name]
 
 
-def test_probes_and_limits_fit_together(manifest: tuple[dict[str, Any], dict[str, Any]]) -> None:
-    _, pod = manifest
+def test_probes_and_limits_fit_together(pod: Any) -> None:
     (container,) = pod["containers"]
     ports = {port["name"] for port in container["ports"]}
     startup, live = container["startupProbe"], container["livenessProbe"]
@@ -258,10 +252,9 @@ def test_a_dead_path_at_boot_leaves_the_others(programs: Path, dead: str, code: 
     assert named == [one for one in ("10.0.0.1", "10.0.0.2") if dead and re.fullmatch(dead, one)]
 
 
-def start_lines() -> dict[str, str]:
-    (container,) = next(
-        one for one in yaml.safe_load_all(MANIFEST.read_text()) if one["kind"] == "StatefulSet"
-    )["spec"]["template"]["spec"]["containers"]
+@pytest.fixture
+def start_lines(pod: Any) -> dict[str, str]:
+    (container,) = pod["containers"]
     return {
         "systemd": shell_line(unit_value("vllm.service", "ExecStart")),
         "kubernetes": container["args"][0],
@@ -271,11 +264,11 @@ def start_lines() -> dict[str, str]:
 @pytest.mark.parametrize("where", ["systemd", "kubernetes"])
 @pytest.mark.parametrize(("code", "pool"), [(0, "2TiB"), (1, "2TiB"), (2, "0")])
 def test_a_target_that_cannot_be_used_leaves_the_cpu_tier(
-    programs: Path, where: str, code: int, pool: str
+    programs: Path, start_lines: dict[str, str], where: str, code: int, pool: str
 ) -> None:
     stub(programs, "vllm-nvmeof", f"exit {code}")
     stub(programs, "vllm", f'echo "pool $VLLM_NVMEOF_POOL_BYTES" >>"{programs}/calls"')
-    done = start(start_lines()[where], programs, VLLM_NVMEOF_POOL_BYTES="2TiB")
+    done = start(start_lines[where], programs, VLLM_NVMEOF_POOL_BYTES="2TiB")
     assert done.returncode == 0, done.stderr
     doctor, served, found = (programs / "calls").read_text().splitlines()
     assert doctor.startswith("vllm-nvmeof doctor --target /mnt/kv/0 ")
@@ -387,7 +380,6 @@ def test_the_container_copies_what_the_wheel_is_built_from(tmp_path: Path) -> No
 
 
 PATH = Path(__file__).parents[3] / "examples" / "dual_path_router.py"
-LINES_MAX = 300
 PROMPT = {"model": "m", "prompt": list(range(100)), "max_tokens": 10}
 
 
@@ -649,7 +641,3 @@ def test_tokens_are_counted_or_estimated() -> None:
     asked = example.for_prefill({"max_completion_tokens": 7}, {"nvmeof": {}})
     assert asked["max_completion_tokens"] == 1
     json.dumps(asked)
-
-
-def test_the_example_stays_short() -> None:
-    assert len(PATH.read_text().splitlines()) <= LINES_MAX

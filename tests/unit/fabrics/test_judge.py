@@ -30,7 +30,14 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
 from vllm_nvmeof_offload.commands.doctor.measure import Measured
 from vllm_nvmeof_offload.fabric import machine as judge_gpu
 from vllm_nvmeof_offload.fabric.findings import Finding, Severity, worst
-from vllm_nvmeof_offload.fabric.machine import Gpu, Machine, gpu_warnings, judge_gpus, read_gpus
+from vllm_nvmeof_offload.fabric.machine import (
+    Gpu,
+    Machine,
+    gpu_warnings,
+    judge_gpus,
+    read_gpus,
+    read_machine,
+)
 from vllm_nvmeof_offload.fabric.rdma import read_rdma_ports, roce_payload_bytes
 from vllm_nvmeof_offload.fabric.topology import PcieLink
 
@@ -473,6 +480,9 @@ def test_pools_on_a_target_are_named(tree: Tree, tmp_path: Path) -> None:
 UUID = "0123456789abcdef0123456789abcdef"
 #: Every call to NVML, and the answers of a made-up driver.
 ANSWERS = {
+    "nvmlInit": 0,
+    "nvmlShutdown": 0,
+    "nvmlDeviceGetCount": 1,
     "nvmlDeviceGetPerformanceState": 0,
     "nvmlDeviceGetCurrPcieLinkGeneration": 4,
     "nvmlDeviceGetMaxPcieLinkGeneration": 5,
@@ -503,8 +513,6 @@ def made_up_nvml(**changed: object) -> types.ModuleType:
     for name, value in {**ANSWERS, **changed}.items():
         setattr(nvml, name, answering(value))
     nvml.NVMLError = NVMLError
-    nvml.nvmlInit = nvml.nvmlShutdown = lambda: None
-    nvml.nvmlDeviceGetCount = lambda: 1
     return nvml
 
 
@@ -520,40 +528,63 @@ def machine(gpu: Gpu, own: int = 1) -> Machine:
     return Machine(nodes, frozenset({own}), (gpu,), (6, 12), "6.12")
 
 
-def test_link_and_place_are_read(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = read(tree, monkeypatch)
+@pytest.mark.parametrize("bus", ["00000000:3B:00.0", b"00000000:3B:00.0"])
+def test_link_and_place_are_read(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch, bus: str | bytes
+) -> None:
+    gpu = read(tree, monkeypatch, nvmlDeviceGetPciInfo=types.SimpleNamespace(busId=bus))
     link = PcieLink("0000:3b:00.0", 16.0, 32.0, 16, 16, 1)
     assert gpu == Gpu(0, 1, "Made-up GPU", UUID, link, False, "580.95.05")
 
 
-def test_a_slower_link_is_a_warning(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    link, node = judge_gpus(machine(read(tree, monkeypatch)))
-    assert (link.check, link.severity) == ("gpu_link", Severity.WARNING)
-    assert link.evidence == "Made-up GPU runs at 16 GT/s x16, but supports 32 GT/s x16"
-    assert "3b:00.0" in link.remedy
-    assert (node.check, node.severity) == ("gpu_node", Severity.OK)
+def test_all_gpus_are_read_and_none_without_a_driver(
+    tree: Tree, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[bool] = []
+    nvml = made_up_nvml(nvmlDeviceGetCount=2)
+    nvml.nvmlShutdown = lambda: ended.append(True)
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert [(one.index, one.numa_node) for one in read_machine(str(tree.sysfs)).gpus] == [
+        (0, None),
+        (1, None),
+    ]
+    assert ended
+    monkeypatch.setitem(sys.modules, "pynvml", made_up_nvml(nvmlInit=None))
+    assert read_machine(str(tree.sysfs)).gpus == ()
 
 
-def test_the_link_of_an_idle_gpu_may_sleep(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = read(tree, monkeypatch, nvmlDeviceGetPerformanceState=8)
-    assert judge_gpus(machine(gpu))[0].severity is Severity.OK
-    # An idle link never reduces its number of lanes.
-    changed = {"nvmlDeviceGetPerformanceState": 8, "nvmlDeviceGetCurrPcieLinkWidth": 8}
-    gpu = read(tree, monkeypatch, **changed)
-    (link, _) = judge_gpus(machine(gpu))
-    assert link.severity is Severity.WARNING and "16 GT/s x8" in link.evidence
-
-
-def test_a_full_link_is_ok(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = read(tree, monkeypatch, nvmlDeviceGetCurrPcieLinkGeneration=5)
-    assert judge_gpus(machine(gpu))[0].severity is Severity.OK
+@pytest.mark.parametrize(
+    ("changed", "severity", "evidence"),
+    [
+        ({}, WARNING, "Made-up GPU runs at 16 GT/s x16, but supports 32 GT/s x16"),
+        ({"PerformanceState": 8}, OK, "it is idle"),
+        # An idle link never reduces its number of lanes.
+        ({"PerformanceState": 8, "CurrPcieLinkWidth": 8}, WARNING, "16 GT/s x8"),
+        ({"CurrPcieLinkGeneration": 5}, OK, "32 GT/s x16"),
+    ],
+    ids=["slow", "idle", "narrow", "full"],
+)
+def test_the_link_of_a_gpu(
+    tree: Tree,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, int],
+    severity: Severity,
+    evidence: str,
+) -> None:
+    answers = {f"nvmlDeviceGet{name}": value for name, value in changed.items()}
+    link, _ = judge_gpus(machine(read(tree, monkeypatch, **answers)))
+    assert (link.check, link.severity) == ("gpu_link", severity)
+    assert evidence in link.evidence
+    assert ("3b:00.0" in link.remedy) == (severity is WARNING)
 
 
 def test_a_gpu_of_another_node_is_a_warning(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, node = judge_gpus(machine(read(tree, monkeypatch), own=0))
-    assert node.severity is Severity.WARNING
-    assert "on node 1; this process may run on node 0" in node.evidence
-    assert "--cpunodebind=1" in node.remedy
+    gpu = read(tree, monkeypatch)
+    here, away = (judge_gpus(machine(gpu, own))[1] for own in (1, 0))
+    assert (here.check, here.severity) == ("gpu_node", OK)
+    assert away.severity is WARNING
+    assert "on node 1; this process may run on node 0" in away.evidence
+    assert "--cpunodebind=1" in away.remedy
 
 
 def test_values_that_a_gpu_does_not_report_are_not_judged(
@@ -576,5 +607,5 @@ def test_start_up_warns_only_about_its_own_gpu(tree: Tree, monkeypatch: pytest.M
 
 def test_nvidias_module_has_every_function_that_is_called() -> None:
     nvml = pytest.importorskip("pynvml")
-    for name in (*ANSWERS, "nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount", "NVMLError"):
+    for name in (*ANSWERS, "NVMLError"):
         assert callable(getattr(nvml, name)), name

@@ -187,6 +187,8 @@ def test_states_are_read_again_each_time(tree: Tree) -> None:
     first, second = two_paths(tree)
     watch = _watch(tree)
     assert watch.states() == PathStates(known=2, carrying=2, best=2)
+    (first / "state").write_text("")  # unknown: it may carry I/O
+    assert watch.states() == PathStates(known=2, carrying=2, best=1)
     (first / "state").write_text("connecting\n")
     assert watch.states() == PathStates(known=2, carrying=1, best=1)
     (second / "nvme0c1n1" / "ana_state").write_text("non-optimized\n")

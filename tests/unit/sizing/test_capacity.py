@@ -281,12 +281,6 @@ def test_the_table_of_drives_is_a_multiple_of_its_first_row(row: dict[str, Any])
     assert (ours.published_gpus, ours.published_sessions) == (row["gpus"], row["sessions"])
 
 
-def test_the_ends_of_the_table_of_drives() -> None:
-    rows = {row["drives"]: (row["gpus"], row["sessions"]) for row in PUBLISHED["data24"]}
-    assert rows[1] == (4, 16)
-    assert rows[24] == (96, 384)
-
-
 @pytest.mark.parametrize("name", preset_names())
 def test_a_preset_has_the_parameters_that_its_page_states(name: str) -> None:
     """A wrong layer count, width or head count in the presets would show here."""

@@ -161,14 +161,6 @@ def test_only_whole_chunks_are_stored() -> None:
     assert sizes.loaded_bytes(127) == sizes.loaded_bytes(64) == 4 * 2 * MIB + 4 * KIB
 
 
-def test_splits_that_vllm_refuses_are_refused() -> None:
-    model = preset("Llama-3.1-8B-Instruct")
-    with pytest.raises(ConfigError, match="--tp=3: vLLM cannot split 8 KV heads"):
-        KvSizes(model, Deployment(tensor_parallel=3))
-    with pytest.raises(ConfigError, match="--pp=33: the model has 32 layers"):
-        KvSizes(model, Deployment(pipeline_parallel=33))
-
-
 @pytest.mark.parametrize("tp", [1, 2, 8])
 @pytest.mark.parametrize("block_tokens", [16, 64])
 def test_pages_are_vllms(tp: int, block_tokens: int) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.fabric.rig.packages import locked
-from tests.upstream import interface
 from tests.upstream import next as trial
 from tests.upstream.releases import (
     Release,
@@ -83,24 +82,6 @@ def test_without_an_index_there_is_a_reason(
     monkeypatch.setenv("UV_CACHE_DIR", str(tmp_path))
     with pytest.raises(ReleaseUnavailableError, match="no package index here"):
         ask_index("0.32.0")
-
-
-def test_the_difference_names_what_changed_came_and_went() -> None:
-    known = {"same": "(a)", "call": "(a)", "gone": "is there"}
-    found = {"same": "(a)", "call": "(a, b=1)", "new": "(c)"}
-    assert trial.differences(known, found) == [
-        *("- call (a)", "+ call (a, b=1)", "- gone is there", "+ new (c)"),
-    ]
-    assert trial.differences(known, known) == []
-
-
-def test_what_is_used_of_the_imported_vllm_is_described() -> None:
-    lines = interface.describe()
-    assert lines["capability: GPU blocks of a transfer"] == "yes"
-    assert lines["capability: failed loads"] == "yes"
-    assert lines["OffloadingWorker.submit_store"].startswith("(self, job_id: int, src_spec")
-    assert lines["TransferJob.req_id"] != "is gone"
-    assert lines["field ModelConfig.quantization_config"] == "is there"
 
 
 @pytest.mark.parametrize(
