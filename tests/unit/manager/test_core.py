@@ -36,7 +36,7 @@ from vllm_nvmeof_offload.protocol import (
     unpacked,
 )
 
-from .bench import KEY_BYTES, TAG, Bench, hello, key, keys_of, numbers_of, release, report
+from .bench import KEY_BYTES, TAG, Bench, hello, key, keys_of, release, report
 from .test_entry_memory import resident_bytes
 
 # -- stores and loads -----------------------------------------------------------------
@@ -54,56 +54,6 @@ def test_prepare_store_gives_the_subset_that_fits_in_order() -> None:
     assert (again.command, again.refused) == (None, []), (
         "a present chunk is neither new nor refused"
     )
-
-
-def test_a_failed_chunk_misses_at_the_first_ranks_report() -> None:
-    bench = Bench(ranks=2, pool=0)
-    bench.store(1, 2)
-    load = bench.load(1, 2)
-    bench.report(load.op, (0, CHECKSUM_MISMATCH))
-    assert bench.hits([1, 2]) == [2]
-    bench.core.report([OpReport(load.op)])
-    assert bench.core.gauges()["slots_used", "cache"] == 1
-
-
-def test_slots_come_back_at_the_last_ranks_release() -> None:
-    bench = Bench(cache=1, pool=0, ranks=2)
-    bench.store(1)
-    load = bench.load(1)
-    bench.report(load.op, (0, DEADLINE), released=False)
-    bench.core.report([OpReport(load.op)])
-    assert bench.hits([1]) == []
-    assert bench.core.prepare_store(keys_of(2)).refused == keys_of(2)
-    bench.core.report([release(load.op, 0)])
-    assert bench.stored(2) == [2]
-
-
-def test_rows_are_decided_one_by_one() -> None:
-    bench = Bench(cache=4, pool=8, ranks=2, writes_pending_share=1.0)
-    command = bench.core.prepare_store(keys_of(1, 2, 3)).command
-    assert command is not None
-    first = report(command.op, rows=[0, 1])
-    bench.core.report([first, first])
-    assert numbers_of(bench.write().batch.keys) == [1, 2], "the third is being copied"
-    last = OpReport(command.op, np.array([2], np.uint32))
-    bench.core.report([last])
-    assert bench.writes() == [], "one rank has not copied it"
-    bench.core.report([last])
-    assert numbers_of(bench.write().batch.keys) == [3]
-
-
-def test_a_row_without_its_release_keeps_only_its_own_slot() -> None:
-    bench = Bench(cache=3, pool=0, ranks=2)
-    bench.store(1, 2, 3)
-    load = bench.load(1, 2, 3)
-    bench.report(load.op, (1, DEADLINE), released=False)
-    bench.core.report([OpReport(load.op)])
-    assert bench.core.gauges()["cache_slots_in_use"] == 1
-    assert bench.core.gauges()["ops"] == 1
-    assert bench.stored(4, 5, 6) == [4, 5]
-    bench.core.report([release(load.op, 1)])
-    assert bench.core.gauges()["ops"] == 1, "of the store"
-    assert bench.stored(6) == [6]
 
 
 def _several(*ops: int) -> OpReports:

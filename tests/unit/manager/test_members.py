@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.manager.telemetry import FailureLog
 from vllm_nvmeof_offload.protocol import (
     EVERY_MEMBER,
-    TAG_BYTES,
     AdoptedEntries,
     ChunkBatch,
     OpReport,
@@ -28,9 +28,11 @@ from vllm_nvmeof_offload.protocol import (
     place_of,
 )
 
+from .bench import TAG
+from .bench import hello as plain_hello
+
 GROUPS = (Group(0, GroupKind.FULL, 16), Group(3, GroupKind.WINDOW, 16, reach_chunks=2))
 EQUAL_MIN, SAMPLE_EVERY = 2, 5
-TAG = b"t" * TAG_BYTES
 
 
 def key(number: int, group: int = 0) -> bytes:
@@ -41,18 +43,9 @@ def hello(
     rank: int, set_sizes: Sequence[int] = (2, 1), adopted: AdoptedEntries | None = None
 ) -> RankHello:
     groups = zip(GROUPS, set_sizes, strict=True)
-    return RankHello(
-        rank,
-        0,
-        "keyspace",
-        cache_slots=8,
-        pool_slots=8,
-        target_count=1,
-        slot_bytes=8192,
-        groups=tuple(RankGroup(group, 4096, set_size) for group, set_size in groups),
-        adopted=adopted or AdoptedEntries(),
-        tag=TAG,
-    )
+    of_rank = tuple(RankGroup(group, 4096, set_size) for group, set_size in groups)
+    one = plain_hello(rank, 8, 8, (), groups=of_rank)
+    return replace(one, adopted=adopted or AdoptedEntries())
 
 
 class Ranks:
