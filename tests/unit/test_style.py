@@ -43,9 +43,11 @@ COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
 PRODUCT_FILES_MAX = 177
-PRODUCT_LINES_MAX = 44_760
+PRODUCT_LINES_MAX = 44_710
 BENCH_FILES_MAX = 56
-BENCH_LINES_MAX = 14_360
+BENCH_LINES_MAX = 14_340
+TESTS_FILES_MAX = 303
+TESTS_LINES_MAX = 81_280
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 
@@ -312,8 +314,9 @@ def test_nothing_is_declared_and_never_used() -> None:
     [
         (PACKAGE, PRODUCT_FILES_MAX, PRODUCT_LINES_MAX),
         (BENCH, BENCH_FILES_MAX, BENCH_LINES_MAX),
+        (ROOT / "tests", TESTS_FILES_MAX, TESTS_LINES_MAX),
     ],
-    ids=["product", "bench"],
+    ids=["product", "bench", "tests"],
 )
 def test_files_and_lines_only_become_fewer(folder: Path, files_max: int, lines_max: int) -> None:
     lines = lines_of(folder)
