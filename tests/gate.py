@@ -42,10 +42,9 @@ SLOW = (
     "tests/faults/test_store_faults.py::test_a_load_gives_the_right_bytes_or_a_miss[0]",
     "tests/faults/test_kill.py::test_acknowledged_chunks_survive_sigkill[uring]",
 )
-#: Left to `make test-rest`: tests of the benchmarks, of `make gpu` and of the emulated guest;
-#: preemption, which test_tokens.py and test_preempt.py have.
+#: Left to `make test-rest`: tests of the benchmarks and of `make gpu`; preemption, which
+#: test_tokens.py and test_preempt.py have.
 NOT = (
-    "tests/fabric/test_fabric.py::test_a_guest",
     "tests/unit/bench/",
     "tests/unit/copies/test_copy_bench.py",
     "tests/unit/tools/test_gpu.py",
