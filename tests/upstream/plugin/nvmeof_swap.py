@@ -14,13 +14,13 @@ vLLM's own rule chooses the windows and states that are stored, and not `boundar
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1 import offloading_connector as stock
@@ -33,14 +33,39 @@ from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.protocol import RankHello
 from vllm_nvmeof_offload.vllm_adapter import vllm_release
 from vllm_nvmeof_offload.vllm_adapter.manager import NVMeoFOffloadingManager
-from vllm_nvmeof_offload.vllm_adapter.worker import NVMeoFOffloadingWorker
 
 _calls: Counter[str] = Counter()
 
 
+class QuietWorker:
+    """A worker without failures and without jobs besides vLLM's."""
+
+    has_reports = False
+
+    def apply(self, commands: Any) -> None:
+        assert not commands, "an empty core sent a command"
+
+    def take_reports(self) -> tuple[list[Any], Counter[str]]:
+        return [], Counter()
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def note_requests(self, requests: Any) -> None:
+        return
+
+    def take_invalid_blocks(self) -> set[int]:
+        return set()
+
+    def forget_blocks(self, requests: Any) -> None:
+        return
+
+    def take_failed_requests(self) -> set[str]:
+        return set()
+
+
 class SwappedConnector(ours.NVMeoFOffloadingConnector):
-    """Our connector, with the real manager and a worker without jobs besides the mocks of vLLM's
-    tests."""
+    """Our connector, with the real manager and a quiet worker besides the mocks of vLLM's tests."""
 
     @functools.cached_property
     def _manager(self) -> NVMeoFOffloadingManager:  # type: ignore[override]
@@ -53,10 +78,8 @@ class SwappedConnector(ours.NVMeoFOffloadingConnector):
         return manager
 
     @functools.cached_property
-    def _worker(self) -> NVMeoFOffloadingWorker:  # type: ignore[override]
-        geometry = SimpleNamespace(by_group=[SimpleNamespace(starts=[0])])
-        parts: Any = SimpleNamespace(runner=None, geometry=geometry)
-        return NVMeoFOffloadingWorker(parts)
+    def _worker(self) -> QuietWorker:  # type: ignore[override]
+        return QuietWorker()
 
 
 def _counted(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
