@@ -129,7 +129,8 @@ def test_a_slow_peer_answers_what_is_given_up_and_gets_its_credits_back(
     tokens = [puller.read(number, within_s=0.1) for number in range(D_SLOTS)]
     assert puller.run(*tokens) == [DEADLINE] * D_SLOTS
     puller.until(lambda: puller.clients.state(0).credits == D_SLOTS)
-    assert puller.run(*[puller.read(number) for number in range(D_SLOTS)]) == [OK] * D_SLOTS
+    outcomes = puller.run(*[puller.read(n, within_s=kit.WAIT_S) for n in range(D_SLOTS)])
+    assert outcomes == [OK] * D_SLOTS, outcomes
     puller.until(lambda: serving.ask()["free"] == D_SLOTS)
 
 

@@ -542,29 +542,20 @@ class Resumes(ResumeCounter):
 @pytest.mark.parametrize(
     ("unit", "steps", "preemptions", "offers", "gets"),
     [
-        pytest.param(
-            *(1, [(0, 100), (100, 1)], 1, [(16, 64), (32, 48)], (48, 21, 69, 21)),
-            id="vLLM found no room at first and asked again",
-        ),
-        pytest.param(
-            *(1, [(0, 100)], 1, [(32, 48)], (0, 20, 68, 20)),
-            id="another connector has what was found or GPU memory has as much",
-        ),
-        pytest.param(
-            *(1, [(0, 40)], 2, [(0, 32)], (32, 8, 40, 8)), id="preempted twice before it ran"
-        ),
-        pytest.param(
-            *(16, [(0, 100)], 1, [(32, 32)], (32, 36, 64, 32)),
-            id="whole chunks outside GPU memory count as chunk tokens",
-        ),
-        pytest.param(
-            *(16, [(0, 60), (60, 1)], 1, [(0, 48)], (48, 13, 48, 0)),
-            id="an unfinished last chunk is no loss",
-        ),
-        pytest.param(
-            *(16, [(0, 20)], 1, [(16, 32)], (32, 0, 0, 0)),
-            id="another request had more of the prefix",
-        ),
+        (1, [(0, 100), (100, 1)], 1, [(16, 64), (32, 48)], (48, 21, 69, 21)),
+        (1, [(0, 100)], 1, [(32, 48)], (0, 20, 68, 20)),
+        (1, [(0, 40)], 2, [(0, 32)], (32, 8, 40, 8)),
+        (16, [(0, 100)], 1, [(32, 32)], (32, 36, 64, 32)),
+        (16, [(0, 60), (60, 1)], 1, [(0, 48)], (48, 13, 48, 0)),
+        (16, [(0, 20)], 1, [(16, 32)], (32, 0, 0, 0)),
+    ],
+    ids=[
+        "vLLM found no room at first and asked again",
+        "another connector has what was found or GPU memory has as much",
+        "preempted twice before it ran",
+        "whole chunks outside GPU memory count as chunk tokens",
+        "an unfinished last chunk is no loss",
+        "another request had more of the prefix",
     ],
 )
 def test_tokens_of_a_resume(
