@@ -238,7 +238,7 @@ class Engine:
     def serve(
         self, *prompts: int, tokens: int = _PROMPT_TOKENS, answer: int = _ANSWER_TOKENS
     ) -> dict[str, float]:
-        """Serve prompts of so many tokens together; return the tokens by source."""
+        """Serve `prompts`, each of `tokens` tokens, together. Return their tokens by source."""
         before = self._tokens()
         for prompt in prompts:
             name = f"self-test-{len(self._prompts)}"

@@ -189,6 +189,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
         return set().union(*taken.values())
 
     def forget_blocks(self, requests: Iterable[str]) -> None:
+        """Forget the GPU blocks that the loads of these requests did not fill."""
         for request in requests:
             self._invalid_blocks.pop(request, None)
 
