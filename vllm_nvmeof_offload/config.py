@@ -863,10 +863,11 @@ def check_fits(
     replicas: int = 1,
     held_bytes: int = 0,
 ) -> None:
-    """Refuse staging or a pool that is too small for the slots that every rank needs.
+    """Raise an error if the staging memory or pool is too small for the slots that every rank
+    needs.
 
-    The error states a sufficient size. `slot_bytes` includes the header page and the padding.
-    `held_bytes` is as in `resolve_pool_bytes`.
+    The message states a size that is large enough. `slot_bytes` includes the header page and the
+    padding. `held_bytes` is as in `resolve_pool_bytes`.
     """
     slots = _STREAM_SLOTS_MIN + 1 + serve_slots(config, slot_bytes)
     ranks, errors = world_size * replicas, []

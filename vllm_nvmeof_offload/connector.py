@@ -421,18 +421,19 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         if self._manager.name_weights(version):
             if not self.paused.undecided:
                 self.reset_cache()
-            # We may not have detected the weight change itself.
+            # We may have missed the weight change itself.
             call = f"the update to {version!r}"
             self._old_kv.began(call, self.scheduler._req_status, known=True)
         return self._manager.who_shares()
 
     def _without_resumed(self, scheduler_output: Any) -> Any:
-        """Return the output, not listing as preempted any request that this step loads again.
+        """Return the output with every request that this step reloads removed from the preempted
+        ones.
 
-        `reset_prefix_cache(reset_running_requests=True)` preempts requests between two steps. The
-        next step can list such a request as preempted and also load its chunks. vLLM would treat
-        the load as a store to flush, and the engine would stop. No store needs a flush, because no
-        load is offered while a store of the request is in progress.
+        `reset_prefix_cache(reset_running_requests=True)` preempts requests between two steps, so
+        the next step can both list a request as preempted and load its chunks. vLLM would treat the
+        load as a store to flush, and the engine would stop. Removing the request is safe: it has no
+        store to flush, because no load is offered while one of its stores is in progress.
         """
         preempted = scheduler_output.preempted_req_ids
         if not preempted:

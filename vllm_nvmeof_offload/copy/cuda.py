@@ -367,7 +367,7 @@ class CudaCopyEngine:
         return {direction: stream.handle for direction, stream in self._streams.items()}
 
     def record_fence(self) -> object:
-        """Record a fence on the model's thread. A CudaError stops the model too."""
+        """Record a fence on the model's thread. If this raises a CudaError, the model stops too."""
         return self._fences.record()
 
     def has_passed(self, fence: object) -> bool:

@@ -40,8 +40,8 @@ def plan(
 def wanted(
     groups: Sequence[Group], keys_by_group: Sequence[Sequence[bytes]], local: int, boundary: int
 ) -> list[bytes]:
-    """Return the keys for a load from `local` tokens to `boundary`, in order: the full prefix, the
-    windows and local chunks within their reach, and the states."""
+    """Return the keys for a load from token `local` to token `boundary`, in order: the full prefix,
+    the sliding windows and local chunks that are still in reach at the boundary, and the states."""
     keys: list[bytes] = []
     if boundary <= local:
         return keys

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of recent requests: what was found, loaded and computed for each, and why. Pure.
+"""The record of recent requests: which tokens were found, loaded and computed for each, and why.
+Pure.
 
 A request is recorded when vLLM allocates its GPU blocks, and again after each preemption; its load
 adds the outcome. The scheduler's thread writes; any thread can read. The number of records and the
@@ -86,7 +87,7 @@ class Start:
                 f"{self.expected_compute_seconds:.3f} s"
             )
         elif self.found_tokens and not self.loaded_tokens:
-            yield "vLLM took the found tokens from another source, such as another connector"
+            yield "vLLM took the matched tokens from another source, such as another connector"
         if self.no_boundary_tokens:
             yield (
                 f"{self.no_boundary_tokens:,} more tokens were found, but no windows or states to "

@@ -153,9 +153,10 @@ class WaitingRequests:
             self._follow(request, request.num_tokens - 1, order)
 
     def allocated(self, request_id: str, loaded: int) -> Attempt | None:
-        """Record that the request got its GPU blocks. Count the tokens that it recovers, and count
-        and return the decision on its hit. `loaded` is the number of tokens that vLLM lets us load:
-        0 if another connector loads them, or if GPU memory contains them."""
+        """Record that the request got its GPU blocks, and count the tokens that it recovers. Count
+        the decision on its hit, and return that decision. `loaded` is the number of tokens that
+        vLLM lets us load: 0 if another connector loads them, or if they are already in GPU
+        memory."""
         attempt, found = self.look_ups.end(request_id)
         self._core.reload.left(request_id)
         self._going.add(request_id)

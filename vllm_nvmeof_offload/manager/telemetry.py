@@ -75,7 +75,8 @@ class MetricsCollector:
         return {s: value for s, value in self._shown.items() if before.get(s) != value}
 
     def snapshot(self) -> tuple[Mapping[Series, float], Mapping[Series, float]]:
-        """Return all counters and gauges as last taken. Thread-safe: the mappings never change."""
+        """Return the latest snapshot of all counters and gauges. Thread-safe: its mappings never
+        change."""
         return self._uncounted | self._counted, self._shown
 
     def _gauges(self) -> dict[Series, float]:

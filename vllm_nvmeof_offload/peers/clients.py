@@ -251,7 +251,7 @@ class PeerClients(SessionThread):
         self._waker.wake()
 
     def cancel(self, tokens: Sequence[int]) -> None:
-        """Cancel these reads. Each that has no outcome yet ends with CANCELLED."""
+        """Cancel these reads. Any that have no outcome yet end with CANCELLED."""
         self._commands.append((-1, [], list(tokens)))
         self._waker.wake()
 

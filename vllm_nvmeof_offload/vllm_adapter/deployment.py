@@ -69,7 +69,7 @@ HARMLESS: Mapping[str, Mapping[str, str]] = {
         "hf_config is a fact": "hf_text_config hf_config_path hf_overrides config_format "
         "is_submodel_config",
         "architecture is a fact": "model_impl",
-        "a fact if RoPE depends on it": "max_model_len",
+        "part of the keyspace only if RoPE depends on it": "max_model_len",
         "token ids identify prompts": "tokenizer tokenizer_mode tokenizer_revision "
         "skip_tokenizer_init renderer_num_workers io_processor_plugin",
         "in vLLM's block hashes": "enable_prompt_embeds",

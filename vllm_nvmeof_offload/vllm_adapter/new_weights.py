@@ -316,8 +316,9 @@ class PausedTiers:
         self.undecided = self._is_read = False
 
     def compare(self) -> bool:
-        """Compare the weights after a pause, or read the weights of the next chunks. Return whether
-        the tiers remain valid. Blocks, once per start, reset or pause."""
+        """After a pause, compare the weights; otherwise fingerprint those that will compute the
+        next chunks. Return whether the tiers remain valid. This blocks the caller once per start,
+        reset or pause."""
         core, before, was_undecided = self._manager.core, self._weights, self.undecided
         self._weights, self._is_read, self.undecided = self.read(), True, False
         if not was_undecided:
@@ -487,7 +488,7 @@ class OldKV:
         if manager is None:
             return
         pool = manager.block_pool
-        # vLLM reserves one block. If other blocks are in use, its reset does nothing.
+        # vLLM reserves one block. If other blocks are in use, vLLM's reset does nothing.
         if pool.get_num_free_blocks() < pool.num_gpu_blocks - 1:
             manager.evict_blocks(set(range(pool.num_gpu_blocks)))
         else:

@@ -149,11 +149,12 @@ def refuse_unsupported(vllm_config: Any, kv_cache_config: Any) -> None:
 
 
 def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
-    """Without prefix caching, warn about a model with only states; refuse one with attention too.
+    """Without prefix caching, warn about a model that has only state layers, and refuse a mixed
+    one.
 
-    vLLM then keeps only one state, at a request's end, and the block of this state covers the whole
-    context, so nothing is offloaded. If the model also has attention layers, vLLM's offloading
-    would fail an assertion, because it needs equal hash units.
+    vLLM then keeps only one state, at the end of a request. Its block spans the whole context, so
+    nothing is offloaded. If the model also has attention layers, vLLM's offloading would fail an
+    assertion, because it requires all groups to have the same hash block size.
     """
     specs = [spec for group in groups for spec in specs_of(group).values()]
     if all(getattr(spec, "mamba_cache_mode", "align") == "align" for spec in specs):

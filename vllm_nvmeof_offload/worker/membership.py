@@ -150,7 +150,7 @@ def _follow(layout: SetLayout, member: int, end_s: float) -> int:
             flags = socket.MSG_CMSG_CLOEXEC
             message, fds, _, _ = socket.recv_fds(first, len(_WELCOME), 1, flags)
             if message != _WELCOME or len(fds) != 1:
-                raise NoSetError("the first rank sent no memory for the set")
+                raise NoSetError("the first rank did not send the set's shared memory")
             return fds[0]
 
 

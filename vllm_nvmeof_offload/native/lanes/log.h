@@ -48,7 +48,7 @@ inline constexpr size_t kLogKeyBytesMax = 40;
 enum class LogKind : uint8_t { PUT = 1, RESET = 3 };
 
 #pragma pack(push, 1)
-// A record as on disk, without the CRC that precedes it.
+// A record as stored on disk, without the CRC that precedes it.
 struct LogRecord {
   uint32_t epoch = 0;
   uint64_t generation = 0;
@@ -60,7 +60,7 @@ struct LogRecord {
   std::array<uint8_t, kLogKeyBytesMax> key{};
 };
 
-// A page's head as on disk, without the magic number and the CRC around it.
+// A page's header as stored on disk, without the magic number before it and the CRC after it.
 struct LogHead {
   uint32_t records = 0;
   uint64_t sequence = 0;
@@ -75,7 +75,7 @@ void encode_record(std::byte* at, const LogRecord& record, uint64_t sequence, ui
 bool decode_record(const std::byte* at, uint64_t sequence, uint32_t index, LogRecord& record);
 
 void encode_head(std::byte* page, const LogHead& head);
-// Returns false if the head is damaged.
+// Returns false if the header is damaged.
 bool decode_head(const std::byte* page, LogHead& head);
 
 // Where a log's writer starts. pages: 0 if there is no log. next: the sequence number of the first

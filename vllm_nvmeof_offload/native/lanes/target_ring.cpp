@@ -271,8 +271,8 @@ void TargetRing::land(Piece* piece, int result) {
   }
 }
 
-// Report a burst at once, because the device would otherwise be idle until all of it was checked.
-// The completions of fewer operations follow soon, so the caller is not woken for them.
+// Report a burst immediately: otherwise the device would be idle until the whole burst had been
+// checked. A few operations are checked quickly, so the caller is not woken early for them.
 void TargetRing::report_landed() {
   std::lock_guard lock(mutex_);
   if (landed_.size() >= kBurst) completions_->landed(landed_);

@@ -62,7 +62,8 @@ class PeerJudge {
     if (Load* const load = find(task)) load->failed = task.peer;
   }
 
-  // Record that a chunk of a load was read: by a peer if the task is at one, else by this server.
+  // Record that a chunk of a load was read: by the peer that the task was given to, or by this
+  // server.
   void read(const Task& task, IoQueue& io) {
     Load* const load = find(task);
     if (!load) return;

@@ -54,7 +54,7 @@ class StreamSlots {
   void leave(Task& task);
   // Leave the task's slot to the peer until `release`. The task continues without a slot.
   void abandon(Task& task);
-  // Free the slot that was left to a peer for this token. Returns false if there is none.
+  // Free the slot that a peer held under this token. Returns false if there is none.
   bool release(uint64_t token);
   // Remove the tasks that a peer failed to read and that are past their deadline.
   std::vector<Task*> take_past(int64_t now_ns);

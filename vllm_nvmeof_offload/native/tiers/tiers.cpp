@@ -235,7 +235,7 @@ uint64_t Tiers::mixed(std::span<const Row> rows, std::span<const ForeignRow> for
       continue;
     }
     if (rows[at] == kNoRow) return 0;
-    // A remembered row may now be free, and thus without a place, or belong to another key.
+    // A remembered row may have been freed since, so it has no place, or may belong to another key.
     const Entry& entry = index[rows[at]];
     const Seen there = seen(entry.state);
     if (there == Seen::NOWHERE || source_of(rows[at], sources) == Source::NONE) return 0;

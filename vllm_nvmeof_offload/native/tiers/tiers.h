@@ -249,9 +249,10 @@ class Tiers {
   // adopted.
   size_t adopt(std::span<const Place> places, std::span<const uint64_t> generations,
                const char* keys);
-  // Plan a store. keys: in prefix order. order: each key's position in vLLM's list, by which rows
-  // are sorted; empty if the same. wanted: a `Store` per key, or empty to keep all; KEPT also keeps
-  // a provisional entry. Generations count up from `generation`. client: as in `Sessions`.
+  // Plan a store. keys: in prefix order. order: each key's position in vLLM's list, which
+  // determines the order of the rows; empty if both orders are the same. wanted: a `Store` per key,
+  // or empty to keep all; KEPT also keeps a provisional entry. Generations count up from
+  // `generation`. client: as in `Sessions`.
   StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
                        std::span<const uint32_t> order = {}, uint32_t client = 0);
   // Plan a load. A missing chunk's row has no slot or place. land_max: bound on cache slots filled.
