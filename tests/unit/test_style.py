@@ -75,7 +75,7 @@ USED_ELSEWHERE: dict[str, str] = {
 #: Each package or module, from the lowest layer to the highest. Imports go down or sideways.
 LAYERS: list[set[str]] = [
     {"errors", "units", "limits", "mounts", "child", "__init__"},
-    {"protocol", "config", "groups", "chunk_size", "metrics", "staging"},
+    {"protocol", "config", "groups", "metrics", "staging"},
     {"copy", "io", "pool", "fabric", "native"},
     {"targets", "follow", "peers"},
     {"manager", "worker"},

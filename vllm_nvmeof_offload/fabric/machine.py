@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity
+from vllm_nvmeof_offload.fabric import Finding, Severity
 from vllm_nvmeof_offload.fabric.topology import PcieLink, children, read_number, read_text
 
 #: The GT/s per lane of each PCIe generation.

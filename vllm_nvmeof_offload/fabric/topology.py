@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The devices under a target: mount, block devices, NVMe namespaces, subsystems, controllers.
 
-They are discovered only from sysfs and the mount table. Nothing here opens, stats or resolves the
-target itself, because the call might never return on a hung mount. A target is therefore given as
-an absolute path without symbolic links.
+The RDMA ports of this machine and their GIDs are read here too. A RoCE port has a GID for each
+address of its network interface. A connection uses the GID of its own address, whose type decides
+which packets carry the connection.
+
+Devices are discovered only from sysfs and the mount table. Nothing here opens, stats or resolves
+the target itself, because the call might never return on a hung mount. A target is therefore given
+as an absolute path without symbolic links.
 
 None means unknown: the kernel shows no value or a nonsensical one, or the device was removed during
 the read. Fields are named after the kernel's attributes.
@@ -15,6 +19,7 @@ multipath, nvme1n1 is below controller nvme1 and is the only path.
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import re
 from collections.abc import Sequence
@@ -555,3 +560,66 @@ def shared_devices(targets: Sequence[str]) -> dict[str, list[str]]:
         for name in names:
             found.setdefault(name, []).append(target)
     return {name: held for name, held in found.items() if len(held) > 1}
+
+
+# -- RDMA ports -----------------------------------------------------------------------------
+
+ACTIVE = "ACTIVE"
+ROCE_V2 = "RoCE v2"
+#: The header bytes that the kernel reserves in a RoCE frame, and the sizes that a payload can have.
+ROCE_HEADER_BYTES = 96
+_PAYLOADS = (4096, 2048, 1024, 512, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """A GID of a RoCE port. `kind` is `ROCE_V2`, or "IB/RoCE v1" (packets without IP)."""
+
+    index: int
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address
+    kind: str | None
+    interface: str
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaPort:
+    """A port of an RDMA device. `state` is `ACTIVE`, DOWN, INIT or ARMED. `gids` is empty for an
+    InfiniBand port, whose GIDs belong to no network interface."""
+
+    device: str
+    number: str
+    state: str | None
+    gids: tuple[Gid, ...]
+
+    def on(self, interface: str) -> list[Gid]:
+        return [gid for gid in self.gids if gid.interface == interface]
+
+
+def read_rdma_ports(sysfs: str = "/sys") -> list[RdmaPort]:
+    found = []
+    top = os.path.join(sysfs, "class/infiniband")
+    for device in children(top):
+        for number in children(top, device, "ports"):
+            port = os.path.join(top, device, "ports", number)
+            state = (read_text(port, "state") or "").rpartition(" ")[2]  # such as "4: ACTIVE"
+            found.append(RdmaPort(device, number, state or None, tuple(_gids(port))))
+    return found
+
+
+def _gids(port: str) -> list[Gid]:
+    found = []
+    for index in children(port, "gid_attrs/ndevs"):
+        interface = read_text(port, "gid_attrs/ndevs", index)  # an error where there is no GID
+        raw = read_text(port, "gids", index)
+        if interface is None or raw is None:
+            continue
+        address = ipaddress.IPv6Address(raw)
+        kind = read_text(port, "gid_attrs/types", index)
+        found.append(Gid(int(index), address.ipv4_mapped or address, kind, interface))
+    return found
+
+
+def roce_payload_bytes(mtu: int) -> int:
+    """Return the payload bytes of a RoCE packet on an interface with this Ethernet MTU."""
+    fits = [one for one in _PAYLOADS if one + ROCE_HEADER_BYTES <= mtu]
+    return fits[0] if fits else 0

@@ -20,9 +20,8 @@ from tests.fabric.nvmet import (
     run,
 )
 from tests.fabric.stage import Stage
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity
-from vllm_nvmeof_offload.fabric.rdma import read_rdma_ports
-from vllm_nvmeof_offload.fabric.topology import discover
+from vllm_nvmeof_offload.fabric import Finding, Severity
+from vllm_nvmeof_offload.fabric.topology import discover, read_rdma_ports
 
 
 def fabric_discovered(stage: Stage) -> None:

@@ -28,8 +28,8 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_rdma,
 )
 from vllm_nvmeof_offload.commands.doctor.measure import Measured
+from vllm_nvmeof_offload.fabric import Finding, Severity, worst
 from vllm_nvmeof_offload.fabric import machine as judge_gpu
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity, worst
 from vllm_nvmeof_offload.fabric.machine import (
     Gpu,
     Machine,
@@ -38,8 +38,7 @@ from vllm_nvmeof_offload.fabric.machine import (
     read_gpus,
     read_machine,
 )
-from vllm_nvmeof_offload.fabric.rdma import read_rdma_ports, roce_payload_bytes
-from vllm_nvmeof_offload.fabric.topology import PcieLink
+from vllm_nvmeof_offload.fabric.topology import PcieLink, read_rdma_ports, roce_payload_bytes
 
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
 MACHINE = Machine({0: frozenset({0, 1}), 1: frozenset({2, 3})}, frozenset({0}), (), (6, 12), "6.12")

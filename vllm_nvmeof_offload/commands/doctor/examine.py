@@ -22,9 +22,8 @@ from vllm_nvmeof_offload.commands.doctor import host, judge
 from vllm_nvmeof_offload.commands.doctor.host import Nic, Places
 from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, Progress, measure
 from vllm_nvmeof_offload.errors import install_extra
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity, error, ok, worst
+from vllm_nvmeof_offload.fabric import Finding, Severity, error, ok, worst
 from vllm_nvmeof_offload.fabric.machine import Machine, judge_gpus, read_machine
-from vllm_nvmeof_offload.fabric.rdma import read_rdma_ports
 from vllm_nvmeof_offload.fabric.topology import (
     LIVE,
     OFF,
@@ -35,6 +34,7 @@ from vllm_nvmeof_offload.fabric.topology import (
     Path,
     TargetFabric,
     discover,
+    read_rdma_ports,
 )
 from vllm_nvmeof_offload.units import format_bytes
 

@@ -38,7 +38,7 @@ from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.copy.calibration import Cell, best_of, calibrate_again
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.errors import ConfigError, EngineError, PoolError
-from vllm_nvmeof_offload.fabric.findings import HOST, Finding, error, ok, warning
+from vllm_nvmeof_offload.fabric import HOST, Finding, error, ok, warning
 from vllm_nvmeof_offload.fabric.topology import (
     Controller,
     PcieLink,

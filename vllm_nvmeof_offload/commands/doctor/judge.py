@@ -10,17 +10,20 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 
 from vllm_nvmeof_offload.commands.doctor.host import Nic
-from vllm_nvmeof_offload.fabric.findings import Finding, error, ok, warning
+from vllm_nvmeof_offload.fabric import Finding, error, ok, warning
 from vllm_nvmeof_offload.fabric.machine import Machine
-from vllm_nvmeof_offload.fabric.rdma import ACTIVE, ROCE_V2, RdmaPort, roce_payload_bytes
 from vllm_nvmeof_offload.fabric.topology import (
+    ACTIVE,
     LIVE,
     OFF,
     OPTIMIZED,
+    ROCE_V2,
     Controller,
     Namespace,
     PcieLink,
+    RdmaPort,
     TargetFabric,
+    roce_payload_bytes,
 )
 
 #: The timeouts that remedies suggest: until I/O fails after the loss of every path, and until the

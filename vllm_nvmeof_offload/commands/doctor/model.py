@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_offload.commands import print_json, table, wide_console
-from vllm_nvmeof_offload.commands.exit_codes import FAILED
+from vllm_nvmeof_offload.commands import FAILED, print_json, table, wide_console
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import REFUSED, REMEDY, KvSizes
 from vllm_nvmeof_offload.commands.size.model import read_model
