@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.fabric.nvmet import (
@@ -20,8 +21,7 @@ from tests.fabric.nvmet import (
     run,
 )
 from tests.fabric.stage import Stage
-from vllm_nvmeof_offload.fabric import Finding, Severity
-from vllm_nvmeof_offload.fabric.topology import discover, read_rdma_ports
+from vllm_nvmeof_offload.fabric import Finding, Severity, discover, read_rdma_ports
 
 
 def fabric_discovered(stage: Stage) -> None:
@@ -30,7 +30,7 @@ def fabric_discovered(stage: Stage) -> None:
     (target,) = stage.connect(timeouts)
     stage.fabric.set_ana(2, "non-optimized")
     stage.pass_time(1)
-    seen = discover(str(target)).to_json()
+    seen = asdict(discover(str(target)))
     mount, (namespace,) = seen["mount"], seen["namespaces"]
     stage.equal("file system", mount["file_system"], "xfs")
     stage.check("noatime" in mount["options"], "mount options: noatime")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,8 +19,7 @@ from tests.unit.fabrics.trees import without_multipath as without_native_multipa
 from vllm_nvmeof_offload.commands.doctor.examine import outline
 from vllm_nvmeof_offload.commands.doctor.host import link_bytes_per_s, nics_of
 from vllm_nvmeof_offload.commands.doctor.judge import can_do_io, judge_paths
-from vllm_nvmeof_offload.fabric.machine import parse_cpus, read_machine
-from vllm_nvmeof_offload.fabric.topology import OFF, discover, read_states
+from vllm_nvmeof_offload.fabric import OFF, discover, parse_cpus, read_machine, read_states
 from vllm_nvmeof_offload.mounts import Mount, mount_of, parse_mountinfo, read_mounts
 
 
@@ -133,7 +132,7 @@ def test_security_as_far_as_it_is_shown(
     one_path(tree, **attributes)
     fabric = tree.discover()
     assert (fabric.controllers[0].tls, fabric.controllers[0].dhchap) == (tls, dhchap)
-    assert "c2VjcmV0" not in json.dumps(fabric.to_json())
+    assert "c2VjcmV0" not in json.dumps(asdict(fabric))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +158,7 @@ def files_of(tree: Tree) -> list[Path]:
 
 def use_all(tree: Tree) -> None:
     fabric = tree.discover()
-    json.dumps(fabric.to_json())
+    json.dumps(asdict(fabric))
     judge_paths(fabric)
     can_do_io(fabric)
     read_states(fabric)

@@ -28,17 +28,20 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_rdma,
 )
 from vllm_nvmeof_offload.commands.doctor.measure import Measured
-from vllm_nvmeof_offload.fabric import Finding, Severity, worst
-from vllm_nvmeof_offload.fabric import machine as judge_gpu
-from vllm_nvmeof_offload.fabric.machine import (
+from vllm_nvmeof_offload.fabric import (
+    Finding,
     Gpu,
     Machine,
+    PcieLink,
+    Severity,
     gpu_warnings,
     judge_gpus,
     read_gpus,
     read_machine,
+    read_rdma_ports,
+    roce_payload_bytes,
+    worst,
 )
-from vllm_nvmeof_offload.fabric.topology import PcieLink, read_rdma_ports, roce_payload_bytes
 
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
 MACHINE = Machine({0: frozenset({0, 1}), 1: frozenset({2, 3})}, frozenset({0}), (), (6, 12), "6.12")
@@ -599,7 +602,7 @@ def test_values_that_a_gpu_does_not_report_are_not_judged(
 
 def test_start_up_warns_only_about_its_own_gpu(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     here = machine(read(tree, monkeypatch), own=0)
-    monkeypatch.setattr(judge_gpu, "read_machine", lambda: here)
+    monkeypatch.setattr("vllm_nvmeof_offload.fabric.read_machine", lambda: here)
     assert [line.split(":")[0] for line in gpu_warnings(UUID)] == ["GPU 0", "GPU 0"]
     assert gpu_warnings("f" * 32) == ()
 

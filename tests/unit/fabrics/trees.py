@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from vllm_nvmeof_offload.commands.doctor.host import Places
-from vllm_nvmeof_offload.fabric.topology import TargetFabric, discover
+from vllm_nvmeof_offload.fabric import TargetFabric, discover
 
 NQN = "nqn.2026-01.test:pool"
 UUID = "11111111-2222-3333-4444-555555555555"

@@ -22,19 +22,25 @@ from vllm_nvmeof_offload.commands.doctor import host, judge
 from vllm_nvmeof_offload.commands.doctor.host import Nic, Places
 from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, Progress, measure
 from vllm_nvmeof_offload.errors import install_extra
-from vllm_nvmeof_offload.fabric import Finding, Severity, error, ok, worst
-from vllm_nvmeof_offload.fabric.machine import Machine, judge_gpus, read_machine
-from vllm_nvmeof_offload.fabric.topology import (
+from vllm_nvmeof_offload.fabric import (
     LIVE,
     OFF,
     OPTIMIZED,
     BlockDevice,
     Controller,
+    Finding,
+    Machine,
     Namespace,
     Path,
+    Severity,
     TargetFabric,
     discover,
+    error,
+    judge_gpus,
+    ok,
+    read_machine,
     read_rdma_ports,
+    worst,
 )
 from vllm_nvmeof_offload.units import format_bytes
 
@@ -56,7 +62,7 @@ class Examined:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **self.fabric.to_json(),
+            **asdict(self.fabric),
             "interfaces": {name: asdict(nic) for name, nic in self.nics.items()},
             "link_bytes_per_s": self.link_bytes_per_s,
             "measured": asdict(self.measured) if self.measured else None,

@@ -38,14 +38,18 @@ from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.copy.calibration import Cell, best_of, calibrate_again
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.errors import ConfigError, EngineError, PoolError
-from vllm_nvmeof_offload.fabric import HOST, Finding, error, ok, warning
-from vllm_nvmeof_offload.fabric.topology import (
+from vllm_nvmeof_offload.fabric import (
+    HOST,
     Controller,
+    Finding,
     PcieLink,
     TargetFabric,
     children,
+    error,
+    ok,
     read_number,
     read_pcie_link,
+    warning,
 )
 from vllm_nvmeof_offload.io.choose_engine import explain_denial
 from vllm_nvmeof_offload.io.engine import UringDeniedError
