@@ -421,8 +421,12 @@ def test_a_measured_rate_is_compared_with_the_rate_of_the_links(
 
 def test_the_tree_of_two_paths_is_read_at_a_glance(tree: Tree) -> None:
     tree.nic("eth0", "25000")
-    first, _ = two_paths(tree, ana=("optimized", "inaccessible"))
-    (first / "address").write_text("traddr=10.0.0.2,trsvcid=4420,host_iface=eth0\n")
+    for controller, more in zip(
+        two_paths(tree, ana=("optimized", "inaccessible")),
+        ("traddr=10.0.0.2,host_iface=eth0", "traddr=10.0.1.2,host_traddr=192.0.2.99"),
+        strict=True,
+    ):
+        (controller / "address").write_text(f"{more},trsvcid=4420\n")
     fabric = tree.discover()
     assert text_of(outline(fabric, nics_of(fabric, tree.net))) == (
         " xfs at /mnt/kv (rw,noatime) on /dev/nvme0n1\n"
