@@ -80,11 +80,11 @@ def rdma_judged(stage: Stage) -> None:
 
 def _judge(target: Path) -> list[Finding]:
     # Not at the start of each boot: in the guest this takes eight seconds.
-    from vllm_nvmeof_offload.commands.doctor.host import Places, nics_of
+    from vllm_nvmeof_offload.commands.doctor.host import nics_of
     from vllm_nvmeof_offload.commands.doctor.judge import judge_rdma
 
     fabric = discover(str(target))
-    return list(judge_rdma(fabric, nics_of(fabric, Places()), read_rdma_ports()))
+    return list(judge_rdma(fabric, nics_of(fabric), read_rdma_ports()))
 
 
 def work_follows_speed(stage: Stage) -> None:

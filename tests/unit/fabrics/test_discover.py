@@ -238,7 +238,7 @@ NEEDS_IPV6 = pytest.mark.skipif(
 
 
 def nic_names(tree: Tree) -> dict[str, str]:
-    return {name: nic.name for name, nic in nics_of(tree.discover(), tree.net).items()}
+    return {name: nic.name for name, nic in nics_of(tree.discover()).items()}
 
 
 @pytest.mark.parametrize(
@@ -272,7 +272,7 @@ def test_a_bond_has_the_cards_below_it_and_a_virtual_interface_no_speed(tree: Tr
     first, second = two_paths(tree)
     (first / "address").write_text("traddr=10.0.0.2,host_iface=bond0\n")
     (second / "address").write_text("traddr=10.0.0.2,host_iface=veth0\n")
-    nics = nics_of(tree.discover(), tree.net)
+    nics = nics_of(tree.discover())
     assert nics["nvme0"].speed_mbps == 50000
     assert [(card.speed, card.width) for card in nics["nvme0"].cards] == [(8.0, 8)]
     assert (nics["nvme1"].speed_mbps, nics["nvme1"].cards) == (None, ())
@@ -286,12 +286,12 @@ def test_each_link_counts_once(tree: Tree) -> None:
     (first / "address").write_text("traddr=10.0.0.2,host_iface=eth0\n")
     (second / "address").write_text("traddr=10.0.1.2,host_iface=eth1\n")
     fabric = tree.discover()
-    assert link_bytes_per_s(fabric, nics_of(fabric, tree.net)) == 125e9 / 8
+    assert link_bytes_per_s(fabric, nics_of(fabric)) == 125e9 / 8
     (first / "address").write_text("traddr=10.0.1.9,host_iface=eth1\n")
     fabric = tree.discover()
-    assert link_bytes_per_s(fabric, nics_of(fabric, tree.net)) == 100e9 / 8
+    assert link_bytes_per_s(fabric, nics_of(fabric)) == 100e9 / 8
     (tree.sysfs / "class/net/eth1/speed").write_text("-1\n")
-    assert link_bytes_per_s(fabric, nics_of(fabric, tree.net)) is None
+    assert link_bytes_per_s(fabric, nics_of(fabric)) is None
 
 
 def test_a_local_drives_link(tree: Tree) -> None:

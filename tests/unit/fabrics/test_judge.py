@@ -227,7 +227,7 @@ def test_the_pcie_link_of_the_interface_of_a_path(tree: Tree) -> None:
     tree.nic("eth0", current_link_width="8", max_link_width="16", numa_node="1")
     one_path(tree, address="traddr=10.0.0.2,host_iface=eth0")
     fabric = tree.discover()
-    nics = nics_of(fabric, tree.net)
+    nics = nics_of(fabric)
     (found,) = judge_pcie(fabric, nics)
     assert found.severity is WARNING
     assert "eth0 runs at unknown GT/s x8" in found.evidence
@@ -297,7 +297,7 @@ def judged_rdma(tree: Tree, *, mtu: str = "9000", **attributes: str) -> dict[str
     one_path(tree, **given)
     fabric = tree.discover()
     ports = read_rdma_ports(str(tree.sysfs))
-    return {one.check: one for one in judge_rdma(fabric, nics_of(fabric, tree.net), ports)}
+    return {one.check: one for one in judge_rdma(fabric, nics_of(fabric), ports)}
 
 
 def test_a_good_rdma_path_has_its_port_gid_and_mtu_named(tree: Tree) -> None:
@@ -348,7 +348,13 @@ ONE_NODE = Machine({}, frozenset({0}), (), (6, 12), "6.12")
 
 
 def look_at(tree: Tree, target: Path, measured: bool = False) -> Examined:
-    return examine_target(str(target), ONE_NODE, tree.net, (lambda _: None) if measured else None)
+    return examine_target(
+        str(target),
+        ONE_NODE,
+        (lambda _: None) if measured else None,
+        str(tree.sysfs),
+        str(tree.mountinfo),
+    )
 
 
 def text_of(line: rich.tree.Tree, depth: int = 0) -> str:
@@ -428,7 +434,7 @@ def test_the_tree_of_two_paths_is_read_at_a_glance(tree: Tree) -> None:
     ):
         (controller / "address").write_text(f"{more},trsvcid=4420\n")
     fabric = tree.discover()
-    assert text_of(outline(fabric, nics_of(fabric, tree.net))) == (
+    assert text_of(outline(fabric, nics_of(fabric))) == (
         " xfs at /mnt/kv (rw,noatime) on /dev/nvme0n1\n"
         "   namespace nvme0n1: nsid 1, 1.0 MiB, blocks of 512 B, transfers up to 1280 of 2048 KiB, "
         "uuid.11111111-2222-3333-4444-555555555555\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_nvmeof_offload.commands.doctor.host import Places
 from vllm_nvmeof_offload.fabric import TargetFabric, discover
 
 NQN = "nqn.2026-01.test:pool"
@@ -44,7 +43,6 @@ class Tree:
         for name in ("class/block", "class/nvme", "class/nvme-subsystem", "class/net", "dev/block"):
             (self.sysfs / name).mkdir(parents=True)
         self.mountinfo.write_text("1 1 0:1 / / rw - rootfs rootfs rw\n")
-        self.net = Places(str(self.sysfs), str(self.mountinfo))
 
     def write(self, directory: Path, attributes: dict[str, str]) -> Path:
         directory.mkdir(parents=True, exist_ok=True)

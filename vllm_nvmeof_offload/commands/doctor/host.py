@@ -57,7 +57,6 @@ from vllm_nvmeof_offload.io.choose_engine import explain_denial
 from vllm_nvmeof_offload.io.engine import UringDeniedError
 from vllm_nvmeof_offload.limits import memory_bytes, memory_left_bytes, space_bytes
 from vllm_nvmeof_offload.metrics import PREFIX
-from vllm_nvmeof_offload.mounts import MOUNTINFO
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
@@ -298,12 +297,6 @@ def _not_calibrated(subject: str, why: EngineError) -> Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    sysfs: str = "/sys"
-    mountinfo: str = MOUNTINFO
-
-
-@dataclass(frozen=True, slots=True)
 class Nic:
     """A network interface. `speed_mbps` is None if unknown or if there is no hardware. `cards` are
     the PCIe links of the interface's hardware; a bond may have several."""
@@ -314,7 +307,7 @@ class Nic:
     mtu: int | None = None
 
 
-def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
+def nics_of(fabric: TargetFabric) -> dict[str, Nic]:
     """Return each controller's interface: its host_iface, or the one with its local address.
 
     Addresses and routes are those of this process's network namespace; the connection may use a
@@ -325,7 +318,7 @@ def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
         if not controller.over_fabric:
             continue
         name = controller.host_iface or _interface(controller)
-        directory = os.path.join(places.sysfs, "class/net", name or "")
+        directory = os.path.join(fabric.sysfs, "class/net", name or "")
         if name is not None and os.path.isdir(directory):
             hardware = _hardware(directory, _DEPTH_MAX)
             # A veth pair or a tap device always reports 10 Gb/s.
