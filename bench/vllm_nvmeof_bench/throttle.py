@@ -24,7 +24,7 @@ from typing import Self
 
 from vllm_nvmeof_bench.servers.server import process_stats
 from vllm_nvmeof_offload.errors import OffloadError
-from vllm_nvmeof_offload.fabric.topology import device_of_mount
+from vllm_nvmeof_offload.fabric import device_of_mount
 from vllm_nvmeof_offload.mounts import Mount, read_mounts
 
 #: The root directory of /proc, /sys and the cgroup file systems; tests replace it.

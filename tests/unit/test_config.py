@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.chunk_size import chunk_blocks
 from vllm_nvmeof_offload.config import (
     ENV_PREFIX,
     EXPERIMENT,
@@ -23,6 +22,7 @@ from vllm_nvmeof_offload.config import (
     check_fits,
     check_memory,
     check_targets,
+    chunk_blocks,
     default_target,
     describe_keys,
     diagnose,

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.commands.exit_codes import EXIT_CODES
+from vllm_nvmeof_offload.commands import EXIT_CODES
 from vllm_nvmeof_offload.config import OffloadConfig
 from vllm_nvmeof_offload.metrics import COUNTERS, GAUGES, PREFIX, Metric
 

@@ -19,7 +19,7 @@ import pytest
 from vllm_nvmeof_offload.commands.doctor.host import check_target
 from vllm_nvmeof_offload.config import check_space, check_targets, parse_config
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.fabric.findings import Severity
+from vllm_nvmeof_offload.fabric import Severity
 from vllm_nvmeof_offload.limits import memory_bytes, memory_left_bytes, space_bytes
 from vllm_nvmeof_offload.staging import Staging, populate
 from vllm_nvmeof_offload.units import GIB, MIB

@@ -26,7 +26,7 @@ from vllm_nvmeof_offload.config import (
 from vllm_nvmeof_offload.copy import driver
 from vllm_nvmeof_offload.errors import ConfigError, PoolError
 from vllm_nvmeof_offload.exporter import ExporterSettings
-from vllm_nvmeof_offload.fabric.findings import Severity
+from vllm_nvmeof_offload.fabric import Severity
 from vllm_nvmeof_offload.pool.pool import Pool
 
 ROOT = Path(__file__).parents[2]

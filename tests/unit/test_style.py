@@ -42,7 +42,7 @@ FUNCTION_LINES_MAX = 70
 COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
-PRODUCT_FILES_MAX = 177
+PRODUCT_FILES_MAX = 171
 PRODUCT_LINES_MAX = 44_710
 BENCH_FILES_MAX = 56
 BENCH_LINES_MAX = 14_340
@@ -75,7 +75,7 @@ USED_ELSEWHERE: dict[str, str] = {
 #: Each package or module, from the lowest layer to the highest. Imports go down or sideways.
 LAYERS: list[set[str]] = [
     {"errors", "units", "limits", "mounts", "child", "__init__"},
-    {"protocol", "config", "groups", "chunk_size", "metrics", "staging"},
+    {"protocol", "config", "groups", "metrics", "staging"},
     {"copy", "io", "pool", "fabric", "native"},
     {"targets", "follow", "peers"},
     {"manager", "worker"},

@@ -21,7 +21,7 @@ import typer
 from rich.console import Console
 
 from vllm_nvmeof_offload import BACKEND
-from vllm_nvmeof_offload.commands import print_json
+from vllm_nvmeof_offload.commands import plain_console, print_json
 from vllm_nvmeof_offload.commands.size.deployment import VLLM_OPTIONS, Deployment
 from vllm_nvmeof_offload.commands.size.kv import REFUSED, REMEDY, KvSizes
 from vllm_nvmeof_offload.commands.size.model import ModelShape, preset, read_model
@@ -82,10 +82,9 @@ def print_keys(as_json: bool) -> None:
         return
     for row in rows:
         _print_row(row)
-    Console().print(
+    plain_console().print(
         f"\nSet keys in {EXTRA} of --kv-transfer-config, or keys of this package in environment "
         f"variables, such as {ENV_PREFIX}STAGING_BYTES. `vllm-nvmeof config show KEY` shows a key.",
-        highlight=False,
     )
 
 

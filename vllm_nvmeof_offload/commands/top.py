@@ -27,8 +27,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from vllm_nvmeof_offload.commands import print_json
-from vllm_nvmeof_offload.commands.exit_codes import FAILED
+from vllm_nvmeof_offload.commands import FAILED, print_json
 from vllm_nvmeof_offload.commands.scrape import Metrics, ScrapeError, scrape_ours
 from vllm_nvmeof_offload.metrics import METRICS, PREFIX, Metric
 from vllm_nvmeof_offload.protocol import Verdict

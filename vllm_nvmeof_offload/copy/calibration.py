@@ -42,7 +42,7 @@ from vllm_nvmeof_offload.copy.gpu_checksums import CRC_BLOCKS, GpuChecksums
 from vllm_nvmeof_offload.copy.host import HostCopyEngine
 from vllm_nvmeof_offload.copy.pinning import StagingPinning
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.fabric.machine import gpu_warnings
+from vllm_nvmeof_offload.fabric import gpu_warnings
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.staging import Staging, StagingMap
 from vllm_nvmeof_offload.units import KIB, MIB

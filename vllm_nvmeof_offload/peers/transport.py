@@ -31,7 +31,7 @@ from typing import Any
 
 from vllm_nvmeof_offload.child import child_command
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.fabric.rdma import ACTIVE, read_rdma_ports
+from vllm_nvmeof_offload.fabric import ACTIVE, read_rdma_ports
 from vllm_nvmeof_offload.peers.base import SlotMemory
 from vllm_nvmeof_offload.units import PAGE_BYTES
 

@@ -29,7 +29,7 @@ from vllm_nvmeof_offload.config import (
     share_secret,
 )
 from vllm_nvmeof_offload.errors import ConfigError, errors_of, install_extra
-from vllm_nvmeof_offload.fabric.topology import shared_devices
+from vllm_nvmeof_offload.fabric import shared_devices
 from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.units import format_bytes
 

@@ -35,7 +35,7 @@ from pathlib import Path
 
 from vllm_nvmeof_offload import logger
 from vllm_nvmeof_offload.child import child_command, start_child
-from vllm_nvmeof_offload.fabric.topology import ABSENT, TargetFabric, discover, read_states
+from vllm_nvmeof_offload.fabric import ABSENT, TargetFabric, discover, read_states
 from vllm_nvmeof_offload.io.base import IoEngine, Waker
 from vllm_nvmeof_offload.mounts import MOUNTINFO
 from vllm_nvmeof_offload.pool.folder import Folder

@@ -369,8 +369,7 @@ def take_size(extra: dict[str, Any], size_gib: float | None) -> str:
 def choose_blocks_per_chunk(vllm_config: Any, kv_cache_config: Any) -> None:
     """Set vLLM's number of blocks per chunk, or check the configured number. The scheduler and all
     workers get the same result from the same inputs."""
-    from vllm_nvmeof_offload.chunk_size import blocks_of_chunk
-    from vllm_nvmeof_offload.config import parse_config
+    from vllm_nvmeof_offload.config import blocks_of_chunk, parse_config
     from vllm_nvmeof_offload.vllm_adapter.groups import blocks_of
 
     extra = vllm_config.kv_transfer_config.kv_connector_extra_config

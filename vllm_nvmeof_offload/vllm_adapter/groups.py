@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import (
     iter_layer_specs,
 )
 
-from vllm_nvmeof_offload.chunk_size import GroupBlocks
+from vllm_nvmeof_offload.config import GroupBlocks
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry, CacheTensor
 from vllm_nvmeof_offload.groups import SET_SIZE_MAX, Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.boundary import SPARSE, automatic, kept_every, unit_tokens

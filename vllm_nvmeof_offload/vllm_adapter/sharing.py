@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_nvmeof_offload.child import Companion
-from vllm_nvmeof_offload.fabric.topology import discover
+from vllm_nvmeof_offload.fabric import discover
 from vllm_nvmeof_offload.follow.follower import Scope, start_follower
 from vllm_nvmeof_offload.manager.handshake import Agreement
 from vllm_nvmeof_offload.native import Foreign

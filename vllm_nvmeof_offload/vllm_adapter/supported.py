@@ -20,8 +20,14 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from vllm_nvmeof_offload import logger
-from vllm_nvmeof_offload.chunk_size import chunk_blocks
-from vllm_nvmeof_offload.config import WEIGHTS_SEEN, Replica, check_fits, parse_config, set_replicas
+from vllm_nvmeof_offload.config import (
+    WEIGHTS_SEEN,
+    Replica,
+    check_fits,
+    chunk_blocks,
+    parse_config,
+    set_replicas,
+)
 from vllm_nvmeof_offload.errors import ConfigError, install_extra, raise_all
 from vllm_nvmeof_offload.manager.eviction import choose_policy
 from vllm_nvmeof_offload.targets.configured import check_here

@@ -29,7 +29,7 @@ from vllm_nvmeof_offload.copy.calibration import open_device
 from vllm_nvmeof_offload.copy.geometry import CacheGeometry
 from vllm_nvmeof_offload.copy.gpu_checksums import STRIPE_BYTES
 from vllm_nvmeof_offload.errors import ConfigError
-from vllm_nvmeof_offload.fabric.topology import discover
+from vllm_nvmeof_offload.fabric import discover
 from vllm_nvmeof_offload.groups import RankGroup
 from vllm_nvmeof_offload.io.base import IoEngine, NoIoEngine, Waker
 from vllm_nvmeof_offload.io.choose_engine import choose_io_engine

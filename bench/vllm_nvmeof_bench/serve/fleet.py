@@ -46,8 +46,7 @@ from vllm_nvmeof_bench.servers.server import (
 from vllm_nvmeof_bench.settings import option, recorded
 from vllm_nvmeof_bench.throttle import Throttle
 from vllm_nvmeof_offload.copy.base import Backend
-from vllm_nvmeof_offload.fabric.machine import read_gpus
-from vllm_nvmeof_offload.fabric.topology import read_text
+from vllm_nvmeof_offload.fabric import read_gpus, read_text
 from vllm_nvmeof_offload.units import MIB, slot_stride_bytes
 
 _READ_DEADLINE_MS = 60_000

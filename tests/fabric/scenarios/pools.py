@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
+from dataclasses import asdict
 from pathlib import Path
 
 from tests.fabric.nvmet import (
@@ -20,9 +21,7 @@ from tests.fabric.nvmet import (
     run,
 )
 from tests.fabric.stage import Stage
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity
-from vllm_nvmeof_offload.fabric.rdma import read_rdma_ports
-from vllm_nvmeof_offload.fabric.topology import discover
+from vllm_nvmeof_offload.fabric import Finding, Severity, discover, read_rdma_ports
 
 
 def fabric_discovered(stage: Stage) -> None:
@@ -31,7 +30,7 @@ def fabric_discovered(stage: Stage) -> None:
     (target,) = stage.connect(timeouts)
     stage.fabric.set_ana(2, "non-optimized")
     stage.pass_time(1)
-    seen = discover(str(target)).to_json()
+    seen = asdict(discover(str(target)))
     mount, (namespace,) = seen["mount"], seen["namespaces"]
     stage.equal("file system", mount["file_system"], "xfs")
     stage.check("noatime" in mount["options"], "mount options: noatime")
@@ -81,11 +80,11 @@ def rdma_judged(stage: Stage) -> None:
 
 def _judge(target: Path) -> list[Finding]:
     # Not at the start of each boot: in the guest this takes eight seconds.
-    from vllm_nvmeof_offload.commands.doctor.host import Places, nics_of
+    from vllm_nvmeof_offload.commands.doctor.host import nics_of
     from vllm_nvmeof_offload.commands.doctor.judge import judge_rdma
 
     fabric = discover(str(target))
-    return list(judge_rdma(fabric, nics_of(fabric, Places()), read_rdma_ports()))
+    return list(judge_rdma(fabric, nics_of(fabric), read_rdma_ports()))
 
 
 def work_follows_speed(stage: Stage) -> None:

@@ -17,7 +17,7 @@ from vllm.v1.core import kv_cache_utils as utils
 
 from tests.chunks import pieces_of
 from tests.upstream.planner_child import planned, planner, specs_of, views_of
-from vllm_nvmeof_offload.chunk_size import blocks_that_fit
+from vllm_nvmeof_offload.config import blocks_that_fit
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import Group, GroupKind
 from vllm_nvmeof_offload.vllm_adapter.configure import choose_blocks_per_chunk

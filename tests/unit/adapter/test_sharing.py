@@ -12,7 +12,7 @@ import pytest
 from tests.process import wait_until
 from tests.unit.manager.bench import TAG, hello
 from tests.unit.pool.kit import KEYSPACE, STORED, write_pool
-from vllm_nvmeof_offload.fabric.topology import TargetFabric, discover
+from vllm_nvmeof_offload.fabric import TargetFabric, discover
 from vllm_nvmeof_offload.manager.handshake import agree
 from vllm_nvmeof_offload.protocol import RankHello
 

@@ -19,11 +19,11 @@ from tests.exporter import Exporter
 from tests.unit.bench.made_up_server import MadeUpServer
 from vllm_nvmeof_offload import __version__
 from vllm_nvmeof_offload.cli import app
-from vllm_nvmeof_offload.commands.exit_codes import EXIT_CODES, FAILED
+from vllm_nvmeof_offload.commands import EXIT_CODES, FAILED
 from vllm_nvmeof_offload.commands.pool.check import Damage
 from vllm_nvmeof_offload.commands.try_server import Tried
 from vllm_nvmeof_offload.config import OffloadConfig
-from vllm_nvmeof_offload.fabric.findings import Severity
+from vllm_nvmeof_offload.fabric import Severity
 
 NOT_ON_ROOT = '"allow_root_file_system": false'
 CONNECTOR = '"NVMeoFOffloadingConnector"'

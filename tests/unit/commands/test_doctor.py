@@ -27,8 +27,7 @@ from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.copy.calibration import Cell
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.errors import EngineError
-from vllm_nvmeof_offload.fabric.findings import Severity
-from vllm_nvmeof_offload.fabric.topology import TargetFabric
+from vllm_nvmeof_offload.fabric import Severity, TargetFabric
 from vllm_nvmeof_offload.io.base import Waker
 from vllm_nvmeof_offload.peers.base import Common, Levels, PeerRead, Served, SlotMemory
 from vllm_nvmeof_offload.peers.server import PeerServer

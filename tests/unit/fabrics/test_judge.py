@@ -28,18 +28,20 @@ from vllm_nvmeof_offload.commands.doctor.judge import (
     judge_rdma,
 )
 from vllm_nvmeof_offload.commands.doctor.measure import Measured
-from vllm_nvmeof_offload.fabric import machine as judge_gpu
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity, worst
-from vllm_nvmeof_offload.fabric.machine import (
+from vllm_nvmeof_offload.fabric import (
+    Finding,
     Gpu,
     Machine,
+    PcieLink,
+    Severity,
     gpu_warnings,
     judge_gpus,
     read_gpus,
     read_machine,
+    read_rdma_ports,
+    roce_payload_bytes,
+    worst,
 )
-from vllm_nvmeof_offload.fabric.rdma import read_rdma_ports, roce_payload_bytes
-from vllm_nvmeof_offload.fabric.topology import PcieLink
 
 OK, WARNING, ERROR = Severity.OK, Severity.WARNING, Severity.ERROR
 MACHINE = Machine({0: frozenset({0, 1}), 1: frozenset({2, 3})}, frozenset({0}), (), (6, 12), "6.12")
@@ -225,7 +227,7 @@ def test_the_pcie_link_of_the_interface_of_a_path(tree: Tree) -> None:
     tree.nic("eth0", current_link_width="8", max_link_width="16", numa_node="1")
     one_path(tree, address="traddr=10.0.0.2,host_iface=eth0")
     fabric = tree.discover()
-    nics = nics_of(fabric, tree.net)
+    nics = nics_of(fabric)
     (found,) = judge_pcie(fabric, nics)
     assert found.severity is WARNING
     assert "eth0 runs at unknown GT/s x8" in found.evidence
@@ -295,7 +297,7 @@ def judged_rdma(tree: Tree, *, mtu: str = "9000", **attributes: str) -> dict[str
     one_path(tree, **given)
     fabric = tree.discover()
     ports = read_rdma_ports(str(tree.sysfs))
-    return {one.check: one for one in judge_rdma(fabric, nics_of(fabric, tree.net), ports)}
+    return {one.check: one for one in judge_rdma(fabric, nics_of(fabric), ports)}
 
 
 def test_a_good_rdma_path_has_its_port_gid_and_mtu_named(tree: Tree) -> None:
@@ -346,7 +348,13 @@ ONE_NODE = Machine({}, frozenset({0}), (), (6, 12), "6.12")
 
 
 def look_at(tree: Tree, target: Path, measured: bool = False) -> Examined:
-    return examine_target(str(target), ONE_NODE, tree.net, (lambda _: None) if measured else None)
+    return examine_target(
+        str(target),
+        ONE_NODE,
+        (lambda _: None) if measured else None,
+        str(tree.sysfs),
+        str(tree.mountinfo),
+    )
 
 
 def text_of(line: rich.tree.Tree, depth: int = 0) -> str:
@@ -419,10 +427,14 @@ def test_a_measured_rate_is_compared_with_the_rate_of_the_links(
 
 def test_the_tree_of_two_paths_is_read_at_a_glance(tree: Tree) -> None:
     tree.nic("eth0", "25000")
-    first, _ = two_paths(tree, ana=("optimized", "inaccessible"))
-    (first / "address").write_text("traddr=10.0.0.2,trsvcid=4420,host_iface=eth0\n")
+    for controller, more in zip(
+        two_paths(tree, ana=("optimized", "inaccessible")),
+        ("traddr=10.0.0.2,host_iface=eth0", "traddr=10.0.1.2,host_traddr=192.0.2.99"),
+        strict=True,
+    ):
+        (controller / "address").write_text(f"{more},trsvcid=4420\n")
     fabric = tree.discover()
-    assert text_of(outline(fabric, nics_of(fabric, tree.net))) == (
+    assert text_of(outline(fabric, nics_of(fabric))) == (
         " xfs at /mnt/kv (rw,noatime) on /dev/nvme0n1\n"
         "   namespace nvme0n1: nsid 1, 1.0 MiB, blocks of 512 B, transfers up to 1280 of 2048 KiB, "
         "uuid.11111111-2222-3333-4444-555555555555\n"
@@ -600,7 +612,7 @@ def test_values_that_a_gpu_does_not_report_are_not_judged(
 
 def test_start_up_warns_only_about_its_own_gpu(tree: Tree, monkeypatch: pytest.MonkeyPatch) -> None:
     here = machine(read(tree, monkeypatch), own=0)
-    monkeypatch.setattr(judge_gpu, "read_machine", lambda: here)
+    monkeypatch.setattr("vllm_nvmeof_offload.fabric.read_machine", lambda: here)
     assert [line.split(":")[0] for line in gpu_warnings(UUID)] == ["GPU 0", "GPU 0"]
     assert gpu_warnings("f" * 32) == ()
 

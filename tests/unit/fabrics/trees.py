@@ -5,12 +5,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vllm_nvmeof_offload.commands.doctor.host import Places
-from vllm_nvmeof_offload.fabric.topology import TargetFabric, discover
+from vllm_nvmeof_offload.fabric import TargetFabric, discover
 
 NQN = "nqn.2026-01.test:pool"
 UUID = "11111111-2222-3333-4444-555555555555"
-ROUTES = "Iface\tDestination\tGateway \tFlags\tRefCnt\tUse\tMetric\tMask\t\tMTU\tWindow\tIRTT\n"
 #: The sysfs files of a connected nvme-tcp controller on Linux 6.1 with default timeouts.
 TCP = {
     "transport": "tcp",
@@ -36,20 +34,15 @@ LIMITS = {
 
 
 class Tree:
-    """One machine below `root`: sysfs, a mount table, routes."""
+    """One machine below `root`: sysfs and a mount table."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
         self.sysfs = root / "sys"
         self.mountinfo = root / "mountinfo"
-        self.routes = root / "route"
         for name in ("class/block", "class/nvme", "class/nvme-subsystem", "class/net", "dev/block"):
             (self.sysfs / name).mkdir(parents=True)
         self.mountinfo.write_text("1 1 0:1 / / rw - rootfs rootfs rw\n")
-        self.routes.write_text(ROUTES)
-        self.net = Places(
-            str(self.sysfs), str(self.mountinfo), str(self.routes), str(root / "no_v6")
-        )
 
     def write(self, directory: Path, attributes: dict[str, str]) -> Path:
         directory.mkdir(parents=True, exist_ok=True)
@@ -136,11 +129,6 @@ class Tree:
             self.write(port, {f"gids/{index}": address})
             self.write(port / "gid_attrs", attributes)
         return port
-
-    def route(self, name: str, network: str, mask: str = "00FFFFFF") -> None:
-        """network, mask: as the kernel writes them on a little-endian machine."""
-        line = f"{name}\t{network}\t00000000\t0001\t0\t0\t0\t{mask}\t0\t0\t0\n"
-        self.routes.write_text(self.routes.read_text() + line)
 
     def nodes(self, *cpulists: str) -> None:
         for number, cpulist in enumerate(cpulists):

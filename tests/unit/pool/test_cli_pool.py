@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 from tests.owners import living_elsewhere
 from tests.process import wait_until
 from vllm_nvmeof_offload.cli import app
+from vllm_nvmeof_offload.commands import FAILED
 from vllm_nvmeof_offload.commands.doctor.host import check_regions
-from vllm_nvmeof_offload.commands.exit_codes import FAILED
 from vllm_nvmeof_offload.errors import PoolError
 from vllm_nvmeof_offload.pool import lease, ownership
 from vllm_nvmeof_offload.pool.format import (

@@ -17,25 +17,32 @@ from rich.console import Console
 from rich.text import Text
 from rich.tree import Tree
 
-from vllm_nvmeof_offload.commands import print_json, wide_console
+from vllm_nvmeof_offload.commands import plain_console, print_json
 from vllm_nvmeof_offload.commands.doctor import host, judge
-from vllm_nvmeof_offload.commands.doctor.host import Nic, Places
+from vllm_nvmeof_offload.commands.doctor.host import Nic
 from vllm_nvmeof_offload.commands.doctor.measure import Measured, MeasureError, Progress, measure
 from vllm_nvmeof_offload.errors import install_extra
-from vllm_nvmeof_offload.fabric.findings import Finding, Severity, error, ok, worst
-from vllm_nvmeof_offload.fabric.machine import Machine, judge_gpus, read_machine
-from vllm_nvmeof_offload.fabric.rdma import read_rdma_ports
-from vllm_nvmeof_offload.fabric.topology import (
+from vllm_nvmeof_offload.fabric import (
     LIVE,
     OFF,
     OPTIMIZED,
     BlockDevice,
     Controller,
+    Finding,
+    Machine,
     Namespace,
     Path,
+    Severity,
     TargetFabric,
     discover,
+    error,
+    judge_gpus,
+    ok,
+    read_machine,
+    read_rdma_ports,
+    worst,
 )
+from vllm_nvmeof_offload.mounts import MOUNTINFO
 from vllm_nvmeof_offload.units import format_bytes
 
 #: The kernel reports nearly 2^31 for a device without a limit, such as an NVMe-oF device.
@@ -56,7 +63,7 @@ class Examined:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            **self.fabric.to_json(),
+            **asdict(self.fabric),
             "interfaces": {name: asdict(nic) for name, nic in self.nics.items()},
             "link_bytes_per_s": self.link_bytes_per_s,
             "measured": asdict(self.measured) if self.measured else None,
@@ -79,7 +86,7 @@ def examine(
     `secret` is the peers' share secret, or empty. `pool` is the planned `pool_bytes`; with 0, no
     target is examined. `url` is the address of a running server, whose metrics are checked.
     """
-    machine, places, console = read_machine(), Places(), Console(stderr=True)
+    machine, console = read_machine(), plain_console(stderr=True)
     targets = [] if pool == 0 else targets
     answers, of_peers = _ask_peers(peers, secret) if peers else ([], [])
     own = [
@@ -93,7 +100,7 @@ def examine(
     examined = []
     for path in targets:
         on_progress = functools.partial(_show_progress, console, path) if measured else None
-        examined.append(examine_target(path, machine, places, on_progress))
+        examined.append(examine_target(path, machine, on_progress))
     if pool == 0:
         own.append(ok("pool_space", "pool_bytes is 0: without a pool, no target is examined"))
     elif pool and all(worst(one.findings) is not Severity.ERROR for one in examined):
@@ -116,7 +123,7 @@ def examine(
         branch = tree.add(_text(one.fabric.target))
         branch.children.append(outline(one.fabric, one.nics))
         _add_findings(branch, one.findings)
-    wide_console(_FILE_COLUMNS).print(tree, highlight=False)
+    plain_console(_FILE_COLUMNS).print(tree)
     return int(verdict)
 
 
@@ -132,30 +139,34 @@ def _ask_peers(
 
 
 def _show_progress(console: Console, path: str, phase: str) -> None:
-    console.print(_text(f"measuring {path}: {phase}"), highlight=False, soft_wrap=True)
+    console.print(_text(f"measuring {path}: {phase}"), soft_wrap=True)
 
 
 def examine_target(
-    target: str, machine: Machine, places: Places, on_progress: Progress | None = None
+    target: str,
+    machine: Machine,
+    on_progress: Progress | None = None,
+    sysfs: str = "/sys",
+    mountinfo: str = MOUNTINFO,
 ) -> Examined:
     """Examine `target`, with I/O only if I/O cannot hang; measure it if `on_progress` is given."""
-    fabric = discover(os.path.abspath(target), places.sysfs, places.mountinfo)
+    fabric = discover(os.path.abspath(target), sysfs, mountinfo)
     touched: list[Finding] = []
     if _may_touch(fabric):
         touched = host.check_target(target)
         if os.path.isdir(target) and worst(touched) is not Severity.ERROR:
             touched += host.check_regions(target)
         # Follow symbolic links only now, because they may lead to another mount.
-        real = discover(os.path.realpath(target), places.sysfs, places.mountinfo)
+        real = discover(os.path.realpath(target), sysfs, mountinfo)
         fabric = replace(real, target=target)
     if not _may_touch(fabric):
         evidence = "not touched: no live path leads to the target, and I/O may hang"
         touched = [error("target", evidence, "restore a path first; see the controllers' states")]
-    nics = host.nics_of(fabric, places)
+    nics = host.nics_of(fabric)
     allowed = host.link_bytes_per_s(fabric, nics)
     findings = [
         *judge.judge_paths(fabric),
-        *judge.judge_rdma(fabric, nics, read_rdma_ports(places.sysfs)),
+        *judge.judge_rdma(fabric, nics, read_rdma_ports(sysfs)),
         *judge.judge_mount(fabric),
         *judge.judge_pcie(fabric, nics),
         *judge.judge_numa(fabric, nics, machine),

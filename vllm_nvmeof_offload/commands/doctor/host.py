@@ -14,6 +14,7 @@ import os
 import re
 import resource
 import shlex
+import socket
 import sys
 import time
 from collections import Counter
@@ -23,6 +24,7 @@ from importlib import metadata
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from vllm_nvmeof_offload.commands.scrape import ScrapeError, scrape
 from vllm_nvmeof_offload.commands.size.deployment import pcie_bytes_per_s
@@ -38,20 +40,23 @@ from vllm_nvmeof_offload.copy.base import Backend
 from vllm_nvmeof_offload.copy.calibration import Cell, best_of, calibrate_again
 from vllm_nvmeof_offload.copy.driver import Cuda, CudaError
 from vllm_nvmeof_offload.errors import ConfigError, EngineError, PoolError
-from vllm_nvmeof_offload.fabric.findings import HOST, Finding, error, ok, warning
-from vllm_nvmeof_offload.fabric.topology import (
+from vllm_nvmeof_offload.fabric import (
+    HOST,
     Controller,
+    Finding,
     PcieLink,
     TargetFabric,
     children,
+    error,
+    ok,
     read_number,
     read_pcie_link,
+    warning,
 )
 from vllm_nvmeof_offload.io.choose_engine import explain_denial
 from vllm_nvmeof_offload.io.engine import UringDeniedError
 from vllm_nvmeof_offload.limits import memory_bytes, memory_left_bytes, space_bytes
 from vllm_nvmeof_offload.metrics import PREFIX
-from vllm_nvmeof_offload.mounts import MOUNTINFO
 from vllm_nvmeof_offload.native import core
 from vllm_nvmeof_offload.pool.ownership import usable_bytes
 from vllm_nvmeof_offload.pool.slab import probe_o_direct
@@ -66,7 +71,8 @@ from vllm_nvmeof_offload.pool.survey import (
 from vllm_nvmeof_offload.units import GIB, KIB, MIB, PAGE_BYTES, format_bytes
 from vllm_nvmeof_offload.vllm_adapter.vllm_release import KNOWN
 
-_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+#: Any port will do to choose a route.
+_DISCARD_PORT = 9
 _DEPTH_MAX = 4
 _PROBE_BYTES = 16 * MIB
 _HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -291,14 +297,6 @@ def _not_calibrated(subject: str, why: EngineError) -> Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
-    sysfs: str = "/sys"
-    mountinfo: str = MOUNTINFO
-    routes: str = "/proc/net/route"
-    routes_v6: str = "/proc/net/ipv6_route"
-
-
-@dataclass(frozen=True, slots=True)
 class Nic:
     """A network interface. `speed_mbps` is None if unknown or if there is no hardware. `cards` are
     the PCIe links of the interface's hardware; a bond may have several."""
@@ -309,18 +307,18 @@ class Nic:
     mtu: int | None = None
 
 
-def nics_of(fabric: TargetFabric, places: Places) -> dict[str, Nic]:
-    """Return each controller's network interface: its host_iface, or the interface of its route.
+def nics_of(fabric: TargetFabric) -> dict[str, Nic]:
+    """Return each controller's interface: its host_iface, or the one with its local address.
 
-    The routes are those of this process's network namespace; the connection may use a different
-    one. Policy routing is ignored, and unknown interfaces are omitted.
+    Addresses and routes are those of this process's network namespace; the connection may use a
+    different one. Unknown interfaces are omitted.
     """
     found = {}
     for controller in fabric.controllers:
         if not controller.over_fabric:
             continue
-        name = controller.host_iface or _by_routes(controller, places)
-        directory = os.path.join(places.sysfs, "class/net", name or "")
+        name = controller.host_iface or _interface(controller)
+        directory = os.path.join(fabric.sysfs, "class/net", name or "")
         if name is not None and os.path.isdir(directory):
             hardware = _hardware(directory, _DEPTH_MAX)
             # A veth pair or a tap device always reports 10 Gb/s.
@@ -341,53 +339,27 @@ def _hardware(directory: str, depth: int) -> list[str]:
     return [one for name in lower for one in _hardware(os.path.join(directory, name), depth - 1)]
 
 
-def _by_routes(controller: Controller, places: Places) -> str | None:
-    routes = _routes(places)
-    local = _address(controller.src_addr or controller.host_traddr)
-    if local is not None:
-        # The subnet decides only if exactly one interface is on it.
-        names = {name for network, name in routes if network.prefixlen and local in network}
-        if len(names) == 1:
-            return names.pop()
-        if names:
-            return None
-    remote = _address(controller.traddr)
-    if remote is None:
-        return None
-    fitting = [(network.prefixlen, name) for network, name in routes if remote in network]
-    return max(fitting)[1] if fitting else None
+def _interface(controller: Controller) -> str | None:
+    """Return the interface with the local address that the connection has or would get."""
+    local = controller.src_addr or controller.host_traddr or _source(controller.traddr)
+    names = {
+        one.address.partition("%")[0]: name.partition(":")[0]
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+    }
+    return names.get((local or "").strip("[]"))
 
 
-def _address(text: str | None) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+def _source(remote: str | None) -> str | None:
+    """Return the address from which the kernel would send to `remote`; nothing is sent."""
     try:
-        return ipaddress.ip_address((text or "").strip("[]"))
-    except ValueError:
+        address = ipaddress.ip_address((remote or "").strip("[]"))
+        family = socket.AF_INET if address.version == 4 else socket.AF_INET6
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((str(address), _DISCARD_PORT))
+            return str(probe.getsockname()[0])
+    except (OSError, ValueError):  # no route, or not an IP address, as with Fibre Channel
         return None
-
-
-def _routes(places: Places) -> list[tuple[_Network, str]]:
-    found = []
-    for path, parse in ((places.routes, _route_v4), (places.routes_v6, _route_v6)):
-        with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
-            for line in file:
-                with contextlib.suppress(ValueError, IndexError, OverflowError):
-                    found.append(parse(line.split()))
-    return found
-
-
-def _route_v4(fields: list[str]) -> tuple[_Network, str]:
-    """Parse the fields interface, destination, …, mask (the eighth), in native byte order."""
-    raw = [int(fields[at], 16).to_bytes(4, sys.byteorder) for at in (1, 7)]
-    mask = ipaddress.IPv4Address(raw[1])
-    return ipaddress.IPv4Network((raw[0], str(mask)), strict=False), fields[0]
-
-
-def _route_v6(fields: list[str]) -> tuple[_Network, str]:
-    """Parse the fields destination, prefix length, …, interface (the last)."""
-    if fields[-1] == "lo":
-        raise ValueError("unreachable routes are listed on lo")
-    raw = int(fields[0], 16).to_bytes(16, "big")
-    return ipaddress.IPv6Network((raw, int(fields[1], 16)), strict=False), fields[-1]
 
 
 def link_bytes_per_s(fabric: TargetFabric, nics: dict[str, Nic]) -> float | None:

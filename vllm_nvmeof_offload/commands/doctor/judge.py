@@ -10,17 +10,24 @@ import ipaddress
 from collections.abc import Iterator, Sequence
 
 from vllm_nvmeof_offload.commands.doctor.host import Nic
-from vllm_nvmeof_offload.fabric.findings import Finding, error, ok, warning
-from vllm_nvmeof_offload.fabric.machine import Machine
-from vllm_nvmeof_offload.fabric.rdma import ACTIVE, ROCE_V2, RdmaPort, roce_payload_bytes
-from vllm_nvmeof_offload.fabric.topology import (
+from vllm_nvmeof_offload.fabric import (
+    ACTIVE,
     LIVE,
     OFF,
+    OPEN,
     OPTIMIZED,
+    ROCE_V2,
     Controller,
+    Finding,
+    Machine,
     Namespace,
     PcieLink,
+    RdmaPort,
     TargetFabric,
+    error,
+    ok,
+    roce_payload_bytes,
+    warning,
 )
 
 #: The timeouts that remedies suggest: until I/O fails after the loss of every path, and until the
@@ -28,15 +35,13 @@ from vllm_nvmeof_offload.fabric.topology import (
 _FAST_IO_FAIL_S, _CTRL_LOSS_S = 5, 600
 #: The RoCE packet payload, in bytes, that an Ethernet MTU should allow.
 _ROCE_PAYLOAD_BYTES = 4096
-#: ANA states in which I/O is possible; None is an unknown state.
-_OPEN = (None, OPTIMIZED, "non-optimized")
 
 
 def can_do_io(fabric: TargetFabric) -> bool:
     """Return whether each namespace has a live path; without one, I/O may hang."""
     live = {one.name for one in fabric.controllers if one.state in (LIVE, None)}
     return all(
-        any(path.controller in live and path.ana_state in _OPEN for path in namespace.paths)
+        any(path.controller in live and path.ana_state in OPEN for path in namespace.paths)
         for namespace in fabric.namespaces
     )
 

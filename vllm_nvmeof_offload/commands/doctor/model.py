@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm_nvmeof_offload.commands import print_json, table, wide_console
-from vllm_nvmeof_offload.commands.exit_codes import FAILED
+from vllm_nvmeof_offload.commands import FAILED, plain_console, print_json, table
 from vllm_nvmeof_offload.commands.size.deployment import Deployment
 from vllm_nvmeof_offload.commands.size.kv import REFUSED, REMEDY, KvSizes
 from vllm_nvmeof_offload.commands.size.model import read_model
@@ -134,8 +133,8 @@ def _notes(sizes: KvSizes, stored: list[RankGroup], slot: int) -> Iterator[str]:
 
 
 def _show(sizes: KvSizes, report: dict[str, Any]) -> None:
-    console, deployment = wide_console(_FILE_COLUMNS), sizes.deployment
-    console.print(sizes.model.name, highlight=False, markup=False, style="bold")
+    console, deployment = plain_console(_FILE_COLUMNS), sizes.deployment
+    console.print(sizes.model.name, style="bold")
     headings = (
         *("group", "layers", "kept", "block", "chunk", "per token", "per boundary", "slot fill"),
         "stored",
@@ -145,7 +144,7 @@ def _show(sizes: KvSizes, report: dict[str, Any]) -> None:
         title += f" --pp {deployment.pipeline_parallel} (the fullest stage)"
     console.print(table(headings, map(_cells, report["groups"]), title))
     for line in _lines(sizes, report):
-        console.print(line, highlight=False, markup=False)
+        console.print(line)
 
 
 def _cells(row: dict[str, Any]) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import zmq
 
 from vllm_nvmeof_offload.errors import install_extra
-from vllm_nvmeof_offload.fabric.findings import Finding, ok, warning
+from vllm_nvmeof_offload.fabric import Finding, ok, warning
 from vllm_nvmeof_offload.peers.server import host_and_port
 from vllm_nvmeof_offload.peers.session import (
     NOT_PROVEN,

@@ -22,10 +22,8 @@ from typing import Any
 import numpy as np
 import typer
 from rich import progress as rich_progress
-from rich.console import Console
-from rich.text import Text
 
-from vllm_nvmeof_offload.commands import print_json
+from vllm_nvmeof_offload.commands import plain_console, print_json
 from vllm_nvmeof_offload.commands.pool import offline
 from vllm_nvmeof_offload.commands.pool.check import Damage, Report, exit_code
 from vllm_nvmeof_offload.commands.size.deployment import parse_duration, read_option
@@ -221,7 +219,7 @@ def inspect_slot(surveyed: Surveyed, index: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[[RankDirectory, int, int], None]]:
-    console = Console(stderr=True)
+    console = plain_console(stderr=True)
     tasks: dict[RankDirectory, rich_progress.TaskID] = {}
     columns = (
         *("{task.description}", rich_progress.BarColumn(), "{task.percentage:.0f}%"),
@@ -240,9 +238,9 @@ def progress() -> Iterator[Callable[[RankDirectory, int, int], None]]:
 
 def _print(*lines: str) -> None:
     """Print lines without markup, wrapping, or control characters."""
-    console = Console()
+    console = plain_console()
     for line in lines:
-        console.print(Text(printable(line)), soft_wrap=True)
+        console.print(printable(line), soft_wrap=True)
 
 
 def _time(seconds: float | None) -> str:

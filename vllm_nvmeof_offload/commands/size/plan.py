@@ -17,14 +17,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
-from vllm_nvmeof_offload.chunk_size import GroupBlocks, blocks_of_chunk
 from vllm_nvmeof_offload.commands.size.deployment import (
     BLOCKS_OUTERMOST,
     LAYERS_OUTERMOST,
     Deployment,
 )
 from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
-from vllm_nvmeof_offload.config import OffloadConfig
+from vllm_nvmeof_offload.config import GroupBlocks, OffloadConfig, blocks_of_chunk
 from vllm_nvmeof_offload.errors import ConfigError
 from vllm_nvmeof_offload.groups import GroupKind
 from vllm_nvmeof_offload.units import align_up
@@ -93,7 +92,7 @@ class Plan:
         return tuple(group for group in self.groups if group.stored)
 
     def blocks_of_chunk(self, config: OffloadConfig) -> tuple[int, str]:
-        """Return the blocks per chunk and a warning, as `chunk_size.blocks_of_chunk` does. Raises
+        """Return the blocks per chunk and a warning, as `config.blocks_of_chunk` does. Raises
         the same errors."""
         groups = [GroupBlocks(g.kind, g.block_tokens, g.cache.reach_tokens) for g in self.stored]
         if not groups:

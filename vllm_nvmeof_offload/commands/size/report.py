@@ -15,7 +15,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 
-from vllm_nvmeof_offload.commands import table, wide_console
+from vllm_nvmeof_offload.commands import plain_console, table
 from vllm_nvmeof_offload.commands.size.deployment import VLLM_OPTIONS, Deployment, parse_link
 from vllm_nvmeof_offload.commands.size.kv import REFUSED, REMEDY, Advice, KvSizes, Reload, Room
 from vllm_nvmeof_offload.commands.size.model import LayerCache, LayerKind, ModelShape
@@ -420,8 +420,8 @@ def _notes_on_deployment(sizes: KvSizes, room: Room | None, back: Reload) -> Ite
 
 
 def show(report: SizeReport) -> None:
-    console = wide_console(_FILE_COLUMNS)
-    console.print(report.model, highlight=False, markup=False, style="bold")
+    console = plain_console(_FILE_COLUMNS)
+    console.print(report.model, style="bold")
     layers = ("layers", "kind", "block in one layer of a rank", "K or V only", "kept")
     console.print(table(layers, map(_layers_cells, report.layers), "layers"))
     figures = table(("", "figure", "value", "formula"), (), "figures")
@@ -436,11 +436,11 @@ def show(report: SizeReport) -> None:
         True: "loading is faster than computing",
         False: "COMPUTING is faster",
     }[report.loads_faster]
-    console.print(f"bottleneck: {report.bottleneck}; {verdict}; {compared}", highlight=False)
+    console.print(f"bottleneck: {report.bottleneck}; {verdict}; {compared}")
     if report.commands:
         console.print("to start each server of one engine (replace the targets with yours):")
     for line in report.commands:
-        console.print(f"    {line}", highlight=False, markup=False, soft_wrap=True)
+        console.print(f"    {line}", soft_wrap=True)
     headings = ("drives", "sessions held", "at once in the TTFT", "bottleneck")
     published = ("published: GPUs", "published: sessions")
     cells = (
@@ -455,7 +455,7 @@ def show(report: SizeReport) -> None:
         f"published ratio: {report.published_source}",
     ]
     for line in lines:
-        console.print(line, highlight=False, markup=False)
+        console.print(line)
 
 
 def _layers_cells(row: LayersRow) -> tuple[str, ...]:

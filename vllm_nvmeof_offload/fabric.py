@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The devices under a target: mount, block devices, NVMe namespaces, subsystems, controllers.
+"""A read-only inventory of this machine and of the fabric under its targets; findings of checks.
 
-They are discovered only from sysfs and the mount table. Nothing here opens, stats or resolves the
-target itself, because the call might never return on a hung mount. A target is therefore given as
-an absolute path without symbolic links.
+The devices under a target are the mount, block devices, NVMe namespaces, subsystems and
+controllers. They are discovered only from sysfs and the mount table. Nothing here opens, stats or
+resolves the target itself, because the call might never return on a hung mount. A target is
+therefore given as an absolute path without symbolic links.
 
 None means unknown: the kernel shows no value or a nonsensical one, or the device was removed during
 the read. Fields are named after the kernel's attributes.
@@ -11,20 +12,76 @@ the read. Fields are named after the kernel's attributes.
 With native multipath, nvme0n1 is a head below the subsystem, and each path is a hidden device below
 its controller: nvme0c1n1 is the path of head nvme0n1 through controller nvme1. Without native
 multipath, nvme1n1 is below controller nvme1 and is the only path.
+
+A RoCE port has a GID for each address of its network interface. A connection uses the GID of its
+own address, whose type decides which packets carry the connection.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
+import importlib
+import ipaddress
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from vllm_nvmeof_offload.mounts import MOUNTINFO, Mount, mount_of, read_mounts
 
+# -- findings -----------------------------------------------------------------------------
+
+HOST = "host"
+
+
+class Severity(enum.IntEnum):
+    """The severities. A command exits with the worst one that it found."""
+
+    OK = 0
+    WARNING = 1
+    ERROR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """The result of one check. `check` is the check's stable name. `subject` is a target's path,
+    "GPU 0" or `HOST`. `evidence` gives the numbers and names found. `remedy` is empty if there is
+    nothing to do."""
+
+    check: str
+    subject: str
+    severity: Severity
+    evidence: str
+    remedy: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {**asdict(self), "severity": self.severity.name.lower()}
+
+
+def ok(check: str, evidence: str, remedy: str = "", subject: str = HOST) -> Finding:
+    return Finding(check, subject, Severity.OK, evidence, remedy)
+
+
+def warning(check: str, evidence: str, remedy: str, subject: str = HOST) -> Finding:
+    return Finding(check, subject, Severity.WARNING, evidence, remedy)
+
+
+def error(check: str, evidence: str, remedy: str = "") -> Finding:
+    return Finding(check, HOST, Severity.ERROR, evidence, remedy)
+
+
+def worst(findings: Sequence[Finding]) -> Severity:
+    return max((finding.severity for finding in findings), default=Severity.OK)
+
+
+# -- devices under a target ---------------------------------------------------------------
+
 LIVE = "live"
 OPTIMIZED = "optimized"
+#: ANA states in which I/O is possible; None is an unknown state.
+OPEN = (None, OPTIMIZED, "non-optimized")
 #: The state of a controller whose directory has disappeared from sysfs.
 ABSENT = "absent"
 #: A timeout that sysfs shows as "off". With `ctrl_loss_tmo` off, the kernel reconnects forever.
@@ -221,9 +278,6 @@ class TargetFabric:
         found = {one.name: one for each in self.namespaces for one in each.subsystem.controllers}
         return tuple(found.values())
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
 class ControllerState:
@@ -235,9 +289,8 @@ class ControllerState:
     @property
     def carries_io(self) -> bool:
         """Return False if the controller is known not to be live or to have no usable path."""
-        open_states = (None, OPTIMIZED, "non-optimized")
         return self.state in (LIVE, None) and (
-            not self.ana or any(one in open_states for one in self.ana.values())
+            not self.ana or any(one in OPEN for one in self.ana.values())
         )
 
     @property
@@ -555,3 +608,230 @@ def shared_devices(targets: Sequence[str]) -> dict[str, list[str]]:
         for name in names:
             found.setdefault(name, []).append(target)
     return {name: held for name, held in found.items() if len(held) > 1}
+
+
+# -- RDMA ports -----------------------------------------------------------------------------
+
+ACTIVE = "ACTIVE"
+ROCE_V2 = "RoCE v2"
+#: The header bytes that the kernel reserves in a RoCE frame, and the sizes that a payload can have.
+ROCE_HEADER_BYTES = 96
+_PAYLOADS = (4096, 2048, 1024, 512, 256)
+
+
+@dataclass(frozen=True, slots=True)
+class Gid:
+    """A GID of a RoCE port. `kind` is `ROCE_V2`, or "IB/RoCE v1" (packets without IP)."""
+
+    index: int
+    address: ipaddress.IPv4Address | ipaddress.IPv6Address
+    kind: str | None
+    interface: str
+
+
+@dataclass(frozen=True, slots=True)
+class RdmaPort:
+    """A port of an RDMA device. `state` is `ACTIVE`, DOWN, INIT or ARMED. `gids` is empty for an
+    InfiniBand port, whose GIDs belong to no network interface."""
+
+    device: str
+    number: str
+    state: str | None
+    gids: tuple[Gid, ...]
+
+    def on(self, interface: str) -> list[Gid]:
+        return [gid for gid in self.gids if gid.interface == interface]
+
+
+def read_rdma_ports(sysfs: str = "/sys") -> list[RdmaPort]:
+    found = []
+    top = os.path.join(sysfs, "class/infiniband")
+    for device in children(top):
+        for number in children(top, device, "ports"):
+            port = os.path.join(top, device, "ports", number)
+            state = (read_text(port, "state") or "").rpartition(" ")[2]  # such as "4: ACTIVE"
+            found.append(RdmaPort(device, number, state or None, tuple(_gids(port))))
+    return found
+
+
+def _gids(port: str) -> list[Gid]:
+    found = []
+    for index in children(port, "gid_attrs/ndevs"):
+        interface = read_text(port, "gid_attrs/ndevs", index)  # an error where there is no GID
+        raw = read_text(port, "gids", index)
+        if interface is None or raw is None:
+            continue
+        address = ipaddress.IPv6Address(raw)
+        kind = read_text(port, "gid_attrs/types", index)
+        found.append(Gid(int(index), address.ipv4_mapped or address, kind, interface))
+    return found
+
+
+def roce_payload_bytes(mtu: int) -> int:
+    """Return the payload bytes of a RoCE packet on an interface with this Ethernet MTU."""
+    fits = [one for one in _PAYLOADS if one + ROCE_HEADER_BYTES <= mtu]
+    return fits[0] if fits else 0
+
+
+# -- this machine -------------------------------------------------------------------------
+
+#: The GT/s per lane of each PCIe generation.
+_SPEEDS = {1: 2.5, 2: 5.0, 3: 8.0, 4: 16.0, 5: 32.0, 6: 64.0, 7: 128.0}
+#: From this performance state on, a GPU is idle, and its link may be slow.
+_IDLE_FROM = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU. `numa_node` is None if it is unknown or there is only one node. `uuid` is 32 hex
+    digits. `pcie` has the maxima that both GPU and slot support. With `is_idle` the link may be
+    slow to save power. `driver` is the NVIDIA driver's version, such as 580.95.05."""
+
+    index: int
+    numa_node: int | None
+    name: str = ""
+    uuid: str = ""
+    pcie: PcieLink | None = None
+    is_idle: bool = False
+    driver: str = ""
+
+
+def read_gpus(sysfs: str = "/sys") -> tuple[Gpu, ...]:
+    """Return all GPUs; none without `pynvml` or a working driver."""
+    try:
+        nvml = importlib.import_module("pynvml")
+    except ImportError:
+        return ()
+    with contextlib.suppress(nvml.NVMLError):  # no driver, or a different version
+        nvml.nvmlInit()
+        try:
+            return tuple(_gpu(nvml, index, sysfs) for index in range(nvml.nvmlDeviceGetCount()))
+        finally:
+            nvml.nvmlShutdown()
+    return ()
+
+
+def _gpu(nvml: Any, index: int, sysfs: str) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+    domain, _, rest = _text(nvml.nvmlDeviceGetPciInfo(handle).busId).lower().partition(":")
+    # NVML's domain has eight digits, sysfs's four.
+    address = f"{os.path.basename(domain)[-4:]}:{os.path.basename(rest)}"
+    node = read_number(sysfs, "bus/pci/devices", address, "numa_node")
+    state = _query(nvml, "nvmlDeviceGetPerformanceState", handle)
+    uuid = _text(_query(nvml, "nvmlDeviceGetUUID", handle))
+    link = PcieLink(
+        address=address,
+        speed=_SPEEDS.get(_query(nvml, "nvmlDeviceGetCurrPcieLinkGeneration", handle)),
+        speed_max=_SPEEDS.get(_query(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle)),
+        width=_query(nvml, "nvmlDeviceGetCurrPcieLinkWidth", handle),
+        width_max=_query(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle),
+        numa_node=node,
+    )
+    return Gpu(
+        index=index,
+        numa_node=node,
+        name=_text(_query(nvml, "nvmlDeviceGetName", handle)),
+        uuid=uuid.removeprefix("GPU-").replace("-", ""),
+        pcie=link,
+        is_idle=state is not None and state >= _IDLE_FROM,
+        driver=_text(_query(nvml, "nvmlSystemGetDriverVersion")),
+    )
+
+
+def _query(nvml: Any, call: str, *arguments: Any) -> Any:
+    """Call NVML. Return None if the GPU, such as a virtual one, does not support the call."""
+    with contextlib.suppress(AttributeError, nvml.NVMLError):
+        return getattr(nvml, call)(*arguments)
+
+
+def _text(value: bytes | str | None) -> str:
+    return value.decode("ascii", errors="replace") if isinstance(value, bytes) else value or ""
+
+
+_NODE = re.compile(r"^node([0-9]+)$")
+_RANGE = re.compile(r"^([0-9]{1,6})(?:-([0-9]{1,6}))?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """This machine: CPUs by NUMA node, this process's `cpus`, and `kernel`, such as (6, 12)."""
+
+    nodes: dict[int, frozenset[int]]
+    cpus: frozenset[int]
+    gpus: tuple[Gpu, ...]
+    kernel: tuple[int, int]
+    release: str
+
+    @property
+    def own_nodes(self) -> frozenset[int]:
+        return frozenset(node for node, cpus in self.nodes.items() if cpus & self.cpus)
+
+
+def read_machine(sysfs: str = "/sys") -> Machine:
+    """Read this machine. Never raises: unknown facts are empty, and an unknown kernel is (0, 0)."""
+    release = os.uname().release
+    version = re.match(r"([0-9]+)\.([0-9]+)", release)
+    kernel = (int(version.group(1)), int(version.group(2))) if version else (0, 0)
+    directory = os.path.join(sysfs, "devices/system/node")
+    nodes = {
+        int(match.group(1)): parse_cpus(read_text(directory, name, "cpulist"))
+        for name in children(directory)
+        if (match := _NODE.match(name))
+    }
+    return Machine(nodes, frozenset(os.sched_getaffinity(0)), read_gpus(sysfs), kernel, release)
+
+
+def parse_cpus(text: str | None) -> frozenset[int]:
+    """Parse a list such as "0-3,8"; skip malformed parts."""
+    found: set[int] = set()
+    for part in (text or "").split(","):
+        match = _RANGE.match(part.strip())
+        if match:
+            first = int(match.group(1))
+            found.update(range(first, int(match.group(2) or first) + 1))
+    return frozenset(found)
+
+
+def judge_gpus(machine: Machine) -> list[Finding]:
+    """Check each GPU's link and NUMA node. Unknown facts yield no finding."""
+    found = (one for gpu in machine.gpus for one in (_judge_link(gpu), _judge_node(gpu, machine)))
+    return [one for one in found if one is not None]
+
+
+def gpu_warnings(uuid: str) -> tuple[str, ...]:
+    """Return warnings about the link and NUMA node of this GPU. `uuid` is 32 hex digits."""
+    machine = read_machine()
+    machine = replace(machine, gpus=tuple(gpu for gpu in machine.gpus if gpu.uuid == uuid))
+    slow = [one for one in judge_gpus(machine) if one.severity is not Severity.OK]
+    return tuple(f"{one.subject}: {one.evidence}; {one.remedy}" for one in slow)
+
+
+def _judge_link(gpu: Gpu) -> Finding | None:
+    link, subject = gpu.pcie, f"GPU {gpu.index}"
+    if link is None or (link.speed is None and link.width is None):
+        return None
+    shown = f"{gpu.name or 'it'} runs at {link.current}"
+    if not (link.is_slow or link.is_narrow):
+        return ok("gpu_link", shown, subject=subject)
+    shown += f", but supports {link.maximum}"
+    if gpu.is_idle and not link.is_narrow:
+        shown += "; it is idle, and its link may be slow to save power"
+        return ok("gpu_link", shown, "check again while it computes", subject)
+    remedy = (
+        f"reseat the GPU or use another slot; lspci -vv -s {link.address} shows LnkCap and LnkSta"
+    )
+    return warning("gpu_link", shown, remedy, subject)
+
+
+def _judge_node(gpu: Gpu, machine: Machine) -> Finding | None:
+    node, subject = gpu.numa_node, f"GPU {gpu.index}"
+    if len(machine.nodes) < 2 or node is None:
+        return None
+    own = ", ".join(map(str, sorted(machine.own_nodes))) or "none known"
+    shown = f"on node {node}; this process may run on node {own}"
+    if node in machine.own_nodes:
+        return ok("gpu_node", shown, subject=subject)
+    remedy = (
+        f"use numactl --cpunodebind={node} vllm serve …; pinned memory is on this node in any case"
+    )
+    return warning("gpu_node", shown, remedy, subject)
