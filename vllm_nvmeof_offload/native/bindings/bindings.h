@@ -40,7 +40,7 @@ inline std::array<uint8_t, 16> sixteen(const nb::bytes& bytes) {
   return found;
 }
 
-// Return the address by which `Machine` takes these lanes.
+// Return the address under which `Machine` accepts these lanes.
 template <typename Lanes>
 uintptr_t address_of(Lanes& lanes) {
   return reinterpret_cast<uintptr_t>(static_cast<nvmeof::NativeLanes*>(&lanes));

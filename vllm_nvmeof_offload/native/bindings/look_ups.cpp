@@ -113,7 +113,8 @@ using Asked = std::tuple<PyKeys, PyKeys>;  // keys that hit, keys that missed
 
 class LookUps {
  public:
-  // sources_of: returns the sources that a load filter allows. hit, miss: the results for vLLM.
+  // sources_of: returns the sources that a load filter allows. hit, miss: the values to return to
+  // vLLM.
   LookUps(nb::object tiers, nb::object sources_of, nb::object hit, nb::object miss)
       : owner_(std::move(tiers)),
         tiers_(nb::cast<const Tiers&>(owner_)),

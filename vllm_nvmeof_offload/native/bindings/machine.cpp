@@ -362,7 +362,7 @@ bool advance(Machine& machine, double ahead_s) {
     io.offer_reads();
     io.offer_writes();
     io.fail_stalled();
-    // Start all operations that have room, because the next call may be much later.
+    // Start all operations for which there is room, because the next call may come much later.
   } while (machine.run());
   return health_has_news(io);
 }
@@ -512,7 +512,7 @@ size_t set_words_bytes(size_t members, size_t cache_slots, size_t stream_slots) 
 }
 
 // Block until a word of another member changes, a file is readable, or the time has passed. Returns
-// false at once if no event can come from the other members.
+// false immediately if no other member can cause an event.
 bool await_set(Machine& machine, const std::vector<int>& fds, double seconds) {
   SetMember* const set = machine.set();
   if (!set || !set->awaits()) return false;

@@ -107,7 +107,8 @@ class PythonOrder final : public Order {
 MakeOrder order_maker(nb::object make) {
   if (make.is_none()) return {};
   return [make](const SlotRecords& slots) -> std::unique_ptr<Order> {
-    // A memoryview yields Python integers; a numpy array would yield slower ones that overflow.
+    // A memoryview yields Python integers; a numpy array would yield its own, which are slower and
+    // overflow.
     static_assert(offsetof(SlotRecord, used) == 0 && sizeof(SlotRecord) % sizeof(uint64_t) == 0);
     char* const bytes = const_cast<char*>(reinterpret_cast<const char*>(slots.data()));
     const auto size = static_cast<Py_ssize_t>(slots.size() * sizeof(SlotRecord));
@@ -310,7 +311,8 @@ bool borrows(const Batch& batch) {
   return found;
 }
 
-// Return whether any row was read completely from the pool, and whether any was late or cut off.
+// Return whether any row was read completely from the pool, and whether any row was late or cut
+// off.
 std::tuple<bool, bool> came(const Batch& batch, bool was_cut) {
   bool any = false, missed = false;
   for (size_t at = 0; at < batch.size(); ++at) {

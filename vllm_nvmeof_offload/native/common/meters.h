@@ -1,12 +1,12 @@
 // SPDX-License-Identifier: Apache-2.0
 // Measures each target's rate while operations are in flight. By Little's law, the rate is the
 // number of operations in flight times the bytes per operation, divided by the time per operation.
-// The rate is thus distorted neither by idle time nor by operations that outlast a period.
+// So neither idle time nor operations that outlast a period distort the rate.
 //
 // An unsaturated period yields bounds instead: at least the measured rate, and at most about `s /
 // n` times that rate, where `n` operations were in flight and `s` saturate the target. A known rate
-// outside these bounds moves towards the nearer one. A few reads thus do not make a target look
-// slow, and a target that has become slow is noticed even if it is rarely used.
+// outside these bounds moves towards the nearer one. So a few reads do not make a target look slow,
+// and a target that has become slow is noticed even if it is rarely used.
 #pragma once
 
 #include <algorithm>
@@ -59,9 +59,9 @@ class Meter {
   static constexpr size_t kEndedMin = 4;
   // The measured rate is 0 if operations are in flight for this long and none ends.
   static constexpr double kStallS = 1.0;
-  static constexpr double kNewest = 0.5;  // weight of the newest period
+  static constexpr double kNewest = 0.5;  // the weight of the newest period
 
-  // Add the time since the last call. Must be called before any other count changes.
+  // Add the time since the last call. Call this before any other count changes.
   void count(double now_s) {
     const double passed_s = std::max(0.0, now_s - counted_until_s_);
     if (in_flight_ > 0) {

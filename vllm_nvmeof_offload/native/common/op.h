@@ -36,7 +36,7 @@ inline void require(bool holds, const char* rule) {
   if (!holds) throw BrokenRule(rule);
 }
 
-// The rule to break in order to prove that the simulator detects the violation. Only the test build
+// The rule to break, to prove that the simulator detects the violation. Only the test build
 // of the module has mutants; in other builds `mutant` is false at compile time.
 #ifdef NVMEOF_MUTANTS
 inline std::string active_mutant;

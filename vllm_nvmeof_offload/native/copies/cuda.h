@@ -28,7 +28,7 @@ using CudaHandle = void*;  // a context, stream, event or kernel
 // The driver's functions, and the context in which they are called. Each returns a CUresult.
 struct CudaFunctions {
   CudaHandle context = nullptr;
-  // cuMemcpyBatchAsync as of CUDA 12.8, or null if the driver is older.
+  // cuMemcpyBatchAsync as in CUDA 12.8, or null if the driver is older.
   int (*copy_batch)(uint64_t* to, uint64_t* from, size_t* sizes, size_t count, void* attributes,
                     size_t* first, size_t attributes_count, size_t* failed, CudaHandle) = nullptr;
   int (*copy)(uint64_t to, uint64_t from, size_t bytes, CudaHandle) = nullptr;
@@ -59,7 +59,7 @@ class EventWaiter {
     pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());
   }
   ~EventWaiter() {
-    if (thread_.joinable()) thread_.detach();  // the process exits without closing the engine
+    if (thread_.joinable()) thread_.detach();  // the process may exit without closing the engine
   }
 
   void watch(CudaHandle event) {
@@ -91,7 +91,7 @@ class EventWaiter {
     const int wake_fd;
     std::mutex mutex;
     std::condition_variable changed;
-    std::deque<CudaHandle> events;  // watched, and not waited for yet
+    std::deque<CudaHandle> events;  // watched, but not waited for yet
     bool stopping = false;
     std::atomic<uint64_t> done{0};
   };

@@ -25,7 +25,7 @@ class Checksums {
 
   // Queue a payload, which must not change until `take` returns its CRC or `forget` returns.
   void add(uint64_t number, const std::byte* payload, size_t bytes);
-  // Drop a payload. Waits if its checksum is being computed: less than 1 ms per 8 MiB.
+  // Drop a payload. If its checksum is being computed, wait for that: less than 1 ms per 8 MiB.
   void forget(uint64_t number);
   // Append the checksums computed since the last call, in the order of `add`.
   void take(std::vector<Summed>& summed);
@@ -51,7 +51,7 @@ class Checksums {
   std::thread thread_;  // declared last, because the thread uses the other members
 };
 
-// The engine for all targets. Not thread-safe: a single thread makes all calls.
+// The engine for all targets. Not thread-safe: a single thread must make all calls.
 class Engine : public NativeLanes {
  public:
   // Throws RingError, or std::system_error if no eventfd can be created.

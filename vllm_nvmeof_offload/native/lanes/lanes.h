@@ -78,10 +78,11 @@ struct LaneOp {
   size_t payload_bytes = 0;      // at most a slot's capacity; only this much is transferred
   int64_t payload_crc = kNoCrc;  // in a write: the payload's CRC if the copy computed it
   Identity identity;
-  Stamp stamp;               // a write stores it; a read requires its tag
+  Stamp stamp;               // stored by a write; a read requires its tag
   bool single_copy = false;  // in a write: no other rank holds the chunk
   uint32_t client = 0;       // in a write: the number for the salt in the chunk's key; 0 if unknown
-  // In a read: return the payload's CRC from the header; the copy checks it, so the lane need not.
+  // In a read: return the payload's CRC from the header. The copy verifies it, so the lane need
+  // not.
   bool header_only = false;
   size_t peer = 0;       // in a peer lane: the peer that reads the slot
   int64_t until_ns = 0;  // in a peer lane: the end of this attempt, on the machine's clock
@@ -94,7 +95,7 @@ struct LaneOp {
 struct LaneEnd {
   uint64_t token = 0;
   Outcome code = Outcome::OK;
-  int error = 0;         // the errno of an I/O error; 0 if no bytes moved and there was no errno
+  int error = 0;         // the errno of an I/O error; 0 if no bytes moved and none was set
   int64_t ended_ns = 0;  // CLOCK_MONOTONIC, or 0 if unknown
   // The CRC that the payload must have, after a successful header-only read; else -1.
   int64_t payload_crc = kNoCrc;
@@ -115,8 +116,8 @@ struct Summed {
 class NativeLanes {
  public:
   virtual ~NativeLanes() = default;
-  // Compute the CRC of a payload in staging ahead of its write, or return false to leave this to
-  // the write. The payload must not change before `summed` or `forget`. number: not 0.
+  // Compute the CRC of a payload in staging before its write, or return false to leave this to the
+  // write. The payload must not change before `summed` or `forget`. number: not 0.
   virtual bool sum(uint64_t /*number*/, uint64_t /*address*/, size_t /*bytes*/) { return false; }
   virtual void forget(uint64_t /*number*/) {}
   virtual void summed(std::vector<Summed>& /*sums*/) {}
@@ -163,7 +164,7 @@ inline int choose_lane(const LaneEstimate& own, std::span<const LaneEstimate> pe
   return ready != kWait && lane(ready).end_s < lane(best).end_s ? ready : kWait;
 }
 
-// Lanes that end operations at once, for servers without a pool and for `bench hotpath`.
+// Lanes that end operations immediately, for servers without a pool and for `bench hotpath`.
 class InstantLanes final : public NativeLanes {
  public:
   // wake_fd: an eventfd. error: the errno with which every operation fails, or 0 for success.

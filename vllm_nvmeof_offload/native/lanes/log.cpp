@@ -20,7 +20,7 @@ struct Record {
   uint32_t crc;
   LogRecord content;
 };
-// The bytes that a record's CRC covers.
+// The bytes covered by a record's CRC.
 struct Covered {
   uint64_t sequence;
   uint32_t index;

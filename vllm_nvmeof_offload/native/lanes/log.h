@@ -56,7 +56,7 @@ struct LogRecord {
   uint8_t flags = 0;  // the flags of the table entry
   uint8_t member = 0;
   LogKind kind = LogKind::PUT;
-  uint8_t key_bytes = 0;  // if more than `kLogKeyBytesMax`, the key is omitted
+  uint8_t key_bytes = 0;  // the key is omitted if this exceeds `kLogKeyBytesMax`
   std::array<uint8_t, kLogKeyBytesMax> key{};
 };
 
@@ -78,8 +78,8 @@ void encode_head(std::byte* page, const LogHead& head);
 // Returns false if the header is damaged.
 bool decode_head(const std::byte* page, LogHead& head);
 
-// Where a log's writer starts. pages: 0 if there is no log. next: the sequence number of the first
-// page that it writes.
+// The position at which a log's writer starts. pages: 0 if there is no log. next: the sequence
+// number of the first page that it writes.
 struct LogStart {
   uint32_t pages = 0;
   uint64_t next = 0;
@@ -100,7 +100,8 @@ class LogWriter {
 
   // Append a record. It is written by the next `flush`, or when its page is full.
   void add(const LogRecord& record);
-  // Write the page. Disk errors are not reported: the records are lost, and readers find a gap.
+  // Write the page. Disk errors are not reported: the records are then lost, and readers find a
+  // gap.
   void flush();
   // Continue in another file (from `copy_of_fd`), one lap of the log later.
   void replace(int fd);

@@ -42,8 +42,8 @@ class Ring {
   virtual void abandon(void* /*tag*/) {}
   // Request a single completion, with a null tag, when `wake_fd` becomes readable.
   virtual void arm(int wake_fd) = 0;
-  // Submit the prepared operations, and wait at most this long for one completion. Returns -errno
-  // on error; -ETIME is a timeout.
+  // Submit the prepared operations, and wait at most this long for a completion. Returns -errno on
+  // error, or -ETIME on timeout.
   virtual int enter(std::chrono::nanoseconds limit) = 0;
   // Call `each(tag, result)` for each available completion. result: the bytes moved, or -errno.
   virtual void reap(const std::function<void(void*, int)>& each) = 0;
@@ -97,7 +97,7 @@ class ThreadRing final : public Ring {
   // threads: the maximum number of concurrent calls, at least 2; one is reserved for reads. Throws
   // std::system_error if no thread or descriptor can be created.
   ThreadRing(size_t threads, const std::vector<int>& cpus);
-  // No call may be in progress.
+  // No call may still be in progress.
   ~ThreadRing() override;
 
   void prepare(bool read, int slab_fd, std::byte* at, size_t bytes, uint64_t offset,

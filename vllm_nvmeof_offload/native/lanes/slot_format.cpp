@@ -152,7 +152,7 @@ void end_stream() {
 #endif
 }
 
-// The processor prefetches only within a 4 KiB page, so the checksum of uncached bytes would wait
+// The processor prefetches only within a 4 KiB page, so a checksum over uncached bytes would stall
 // at each page. Prefetching saves up to half of the time; which variant is best depends on the CPU.
 constexpr size_t kCrcStepBytes = 4 << 10;
 constexpr size_t kCrcAheadBytes = 8 << 10;

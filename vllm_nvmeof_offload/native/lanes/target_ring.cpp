@@ -141,7 +141,7 @@ bool TargetRing::cancel(uint64_t token) {
     uncount(op);
     for (const auto& piece : pieces_)
       if (piece->op == &op) abandoned_.push_back(piece.get());
-    kick();  // reads that waited for it may start now
+    kick();  // reads that were waiting for it may start now
     return false;
   }
   std::erase(queue_of(op), &op);
@@ -203,9 +203,9 @@ bool TargetRing::await_permit(std::unique_lock<std::mutex>& lock, const Op& op) 
   return op.wanted && permit_.open();
 }
 
-// Start waiting operations; return whether more can start at once. Without a permit, writes stay
-// queued, so that the machine can cancel them. Writes without a checksum start one at a time, so
-// that new reads do not wait for many checksums.
+// Start waiting operations. Returns whether more can start immediately. Without a permit, writes
+// stay queued, so that the machine can cancel them. Writes without a checksum start one at a time,
+// so that new reads do not wait for many checksums.
 bool TargetRing::start_waiting(std::vector<Piece*>& pieces) {
   for (; read_may_start(); reads_.pop_front()) start(*reads_.front(), pieces);
   if (permit_.lost())

@@ -1,13 +1,13 @@
 // SPDX-License-Identifier: Apache-2.0
 // One target: the thread that drives its ring (`ring.h`), and the thread that writes its table.
 //
-// Operations start at once and in order, because the caller enforces the bounds. Only reads beyond
-// `read_bytes_started_max` wait here, so that after a burst of completions the device gets more
-// work before the caller wakes up. The ring's thread seals a write before issuing its first piece.
-// It checks each piece of a read soon after arrival, while the piece may be in the CPU cache, but
-// gives the device more work first. A second thread writes table entries, because a buffered
-// `pwrite` may wait for a journal. The same thread then writes the log, and syncs a table that
-// other hosts read; no operation waits for the log or the sync.
+// Operations start immediately and in order, because the caller enforces the bounds. Only reads
+// beyond `read_bytes_started_max` wait here, so that after a burst of completions the device gets
+// more work before the caller wakes up. The ring's thread seals a write before issuing its first
+// piece. It checks each piece of a read soon after arrival, while the piece may be in the CPU
+// cache, but gives the device more work first. A second thread writes table entries, because a
+// buffered `pwrite` may wait for a journal. The same thread then writes the log, and syncs a table
+// that other hosts read; no operation waits for the log or the sync.
 #pragma once
 
 #include <unistd.h>

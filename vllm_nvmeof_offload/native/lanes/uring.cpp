@@ -34,7 +34,7 @@ Uring::Uring(unsigned depth, std::span<std::byte> memory, int slab_fd, size_t sl
     files_registered_ = rc == 0;
     if (!registered) {
       if (files_registered_) return;
-      // A kernel that cannot register anything cannot enable a disabled ring either.
+      // A kernel that cannot register anything cannot enable a disabled ring, either.
       io_uring_queue_exit(&ring_);
       init(entries, false);
       return;

@@ -13,7 +13,7 @@
 
 namespace nvmeof {
 
-// stale: the slot does not hold the content that the task expects, so the task may not use it.
+// stale: the slot does not hold the content that the task expects, so the task must not use it.
 struct Grant {
   Task* task;
   bool stale;
@@ -26,7 +26,7 @@ class SlotGates {
       : held_(slots), given_(slots), crcs_(slots, -1), readers_(slots) {}
 
   // Queue a task, which fills the slot if `task.fills` and reads it otherwise. A read must expect
-  // the content of the last fill queued before it. Do not call `read` after a stale grant.
+  // the content of the last fill queued before it. After a stale grant, do not call `read`.
   void ask(Task& task, Grants& grants);
   std::vector<Task*> fillers(int32_t slot) const;
   bool withdraw(Task& task, Grants& grants);

@@ -252,7 +252,7 @@ void IoQueue::offer_writes() {
 }
 
 // Hand over waiting tasks, one per target at a time, until the lane has no room. Tasks that can
-// never start fail even without room.
+// never start fail even if there is no room.
 void IoQueue::offer(Urgency urgency) {
   std::vector<size_t> going;
   for (size_t at = 0; at < targets_.size(); ++at) {
@@ -380,7 +380,8 @@ void IoQueue::superblock_decided(const Flights::One& one, const LaneEnd& end) {
     unwritten.push_back({task.target, one.attachment, true, code, end.error, 0});
 }
 
-// Return the outcome of a read or write that must fail without a try. Superblocks are always tried.
+// Return the outcome of a read or write that must fail without an attempt. Superblocks are always
+// attempted.
 std::optional<Outcome> IoQueue::refusal(const Task& task) const {
   if (!targets_[task.target].usable) return Outcome::DEADLINE;
   if (task.owner && files_of(task.owner) == Files::NONE) return Outcome::IO_ERROR;
@@ -543,7 +544,7 @@ void IoQueue::count_outcome(const Flights::One& one, const LaneEnd& end) {
   if (!one.landed) queue_of(task).give_back(task, one.urgency, transfer_bytes(task), now_ns_);
   const bool ok = end.code == Outcome::OK;
   const uint64_t bytes = ok ? transfer_bytes(task) : 0;
-  // Prefer the engine's own time, because this thread may see the end late.
+  // Prefer the engine's own timestamp, because this thread may see the end late.
   const double began_s = seconds(one.began_ns);
   const double ended_s = seconds(end.ended_ns ? end.ended_ns : now_ns_);
   (is_write ? write_meters_ : read_meters_)[task.target].ended(static_cast<double>(bytes), began_s,

@@ -60,7 +60,7 @@ struct IoOptions {
   size_t read_bytes_max = SIZE_MAX;
   size_t write_bytes_max = SIZE_MAX;               // an upper limit; see `TargetQueue::writes_at`
   size_t write_bytes_beside_reads_max = SIZE_MAX;  // while reads from the target wait or run
-  Stamp stamp;                                     // every target's, until a reset
+  Stamp stamp;                                     // the stamp of every target, until a reset
   double serve_share = 1;             // maximum share of a target's reads and bytes used for peers
   size_t serve_bytes_max = SIZE_MAX;  // for reads for peers; half that while loads also read
   size_t peers = 0;                   // the number of peer lanes, which follow the targets'
@@ -68,7 +68,7 @@ struct IoOptions {
 
 // The outcome of a task's operation or, if RELEASED, the release that follows an earlier outcome.
 struct IoEvent {
-  Task* task;  // may no longer exist after a peer's late release
+  Task* task;  // after a peer's late release, the task may no longer exist
   Outcome code;
   int error = 0;
   bool released = true;
@@ -130,10 +130,10 @@ class Flights {
  public:
   struct One {
     uint64_t token = 0;
-    Task* task = nullptr;              // null if this item is free
+    Task* task = nullptr;              // null if this entry is free
     Urgency urgency = Urgency::WRITE;  // the queue whose bounds count it until its outcome
     bool is_reset = false;
-    bool late = false;  // past its deadline or given up, but not released
+    bool late = false;  // past its deadline or abandoned, but not released
     uint32_t attachment = 0;
     int64_t began_ns = 0;
     bool landed = false;             // the device has completed it, so no bound counts it
@@ -209,11 +209,11 @@ class IoQueue {
   void begin_reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed);
 
   void ended(const LaneEnd& end);
-  // ahead_ns: the machine's clock minus CLOCK_MONOTONIC.
+  // ahead_ns: how far the machine's clock is ahead of CLOCK_MONOTONIC.
   void poll_lanes(int64_t ahead_ns);
   void expire();
 
-  // -- the calls of one round of hand-overs, in this order
+  // -- the calls in one round of hand-overs, in this order
   void set_time(int64_t now_ns) { now_ns_ = now_ns; }
   int64_t now_ns() const { return now_ns_; }
   void offer_reads();
@@ -221,7 +221,8 @@ class IoQueue {
   void fail_stalled();
   // Return the tasks of the superblocks to write, regardless of the lanes' room.
   std::vector<const Task*> offer_resets();
-  // Return when the next operation will get DEADLINE if it has not ended by then, or INT64_MAX.
+  // Return the time at which the next operation will get DEADLINE unless it has ended by then, or
+  // INT64_MAX.
   int64_t next_deadline_ns();
 
   std::vector<IoEvent> events;
@@ -242,8 +243,8 @@ class IoQueue {
   double read_rate(size_t target);
   size_t targets() const { return targets_.size(); }
   uint64_t bytes_read(size_t target) const { return targets_[target].read_bytes; }
-  // Return the bytes ahead of a load's next read from this target: those of running reads, and a
-  // whole slot per waiting load or urgent fetch.
+  // Return the bytes queued ahead of a load's next read from this target: those of running reads,
+  // plus a whole slot per waiting load or urgent fetch.
   uint64_t bytes_before(size_t target);
   // Return the bytes of waiting reads for peers, counted as whole slots.
   uint64_t bytes_to_serve(size_t target);
@@ -324,7 +325,7 @@ class IoQueue {
   int64_t rates_taken_ns_;
   int64_t rates_folded_ns_ = 0;  // when `read_rate` last folded the meters
   size_t first_ = 0;             // the target whose tasks are offered first in this round
-  size_t room_ = 0;              // operations of the offered kind that the lane still accepts
+  size_t room_ = 0;              // operations of the current kind that the lane still accepts
   std::unordered_map<uint16_t, Owner> owners_;
   FairQueue awaiting_{FairQueue::Share::NONE};          // tasks that wait for an engine's files
   std::unordered_map<uint32_t, size_t> foreign_reads_;  // by owner and target

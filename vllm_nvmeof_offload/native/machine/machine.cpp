@@ -149,7 +149,7 @@ void Machine::promote_fetches(const Task& load) {
 }
 
 void Machine::reset(uint64_t op, const Stamp& stamp, const Stamp& unnamed) {
-  // No earlier write may take place after the reset, wherever it is waiting.
+  // No earlier write may happen after the reset, wherever it is waiting.
   for (auto& [number, job] : jobs_) {
     if (job->kind != OpKind::WRITE) continue;
     for (Task& task : job->tasks)

@@ -21,7 +21,7 @@ class TargetQueue {
   explicit TargetQueue(const IoOptions& options) : options_(options) { writes_at(0); }
 
   FairQueue& queue(Urgency urgency) { return queues_[static_cast<size_t>(urgency)]; }
-  // Return whether one more task of this urgency and size may start. Fetches may hold at most half
+  // Return whether one more task of this urgency and size may start. Fetches may use at most half
   // of the room for reads, and reads for peers at most `serve_share`, so that loads find room.
   bool has_room(Urgency urgency, size_t bytes, int64_t now_ns) const;
   void take(Urgency urgency, size_t bytes, int64_t now_ns);
@@ -33,7 +33,8 @@ class TargetQueue {
   void writes_at(double rate);
   void progressed(bool is_write) { stalled_since_ns_[is_write].reset(); }
   // Remove all waiting tasks of this kind if the engine has accepted none for `patience_ns`. Until
-  // it accepts one, new tasks are offered once and then fail too, so that loads fail as a whole.
+  // it accepts one, each new task is offered once and then fails too, so that loads fail as a
+  // whole.
   std::vector<Task*> take_stalled(int64_t now_ns, int64_t patience_ns, bool is_write);
   // Return when `take_stalled` may next return tasks, or INT64_MAX for never.
   int64_t stalls_at_ns(int64_t patience_ns, bool is_write) const;
@@ -45,14 +46,15 @@ class TargetQueue {
   size_t bytes_held(Urgency urgency) const { return bytes_held_[static_cast<size_t>(urgency)]; }
 
   const IoOptions& options_;
-  size_t write_bytes_max_;            // from the last known rate
-  std::optional<int64_t> loaded_ns_;  // when a load's read last began or ended here
+  size_t write_bytes_max_;            // derived from the last known rate
+  std::optional<int64_t> loaded_ns_;  // the time when a load's read last began or ended here
   std::array<size_t, kUrgencies> bytes_held_{};
   std::array<FairQueue, kUrgencies> queues_{
       FairQueue(FairQueue::Share::CHARGED), FairQueue(FairQueue::Share::NONE),
       FairQueue(FairQueue::Share::NONE), FairQueue(FairQueue::Share::NONE),
       FairQueue(FairQueue::Share::NONE)};
-  // By is_write: when tasks of this kind began to wait, if the engine has accepted none since then.
+  // By is_write: the time when tasks of this kind began to wait, if the engine has accepted none
+  // since.
   std::array<std::optional<int64_t>, 2> stalled_since_ns_;
 };
 

@@ -5,7 +5,7 @@
 
 namespace nvmeof {
 namespace {
-// The heap may hold this many outdated entries, and one more per job.
+// The heap may hold this many outdated entries, plus one per job.
 constexpr size_t kOutdatedMax = 64;
 }  // namespace
 

@@ -20,7 +20,7 @@ enum class Step : uint8_t {
   IO,      // queued for, or in, the I/O engine
   LAND,    // read by a peer; being copied into its cache slot
   COPY,    // queued for, or in, the copy engine
-  ZOMBIE,  // decided, but the kernel still holds its buffer
+  ZOMBIE,  // decided, but the kernel still uses its buffer
   DONE,
 };
 
@@ -58,7 +58,7 @@ struct Task {
   bool reported : 1 = false;     // whether its outcome was reported
   bool announced : 1 = false;    // whether its read through a stream slot was announced to the set
   bool header_only : 1 = false;  // in a load: the read checks the header, the copy the payload
-  bool is_proven : 1 = true;     // false if a copy must check the payload against `payload_crc`
+  bool is_proven : 1 = true;     // false if a copy must verify the payload against `payload_crc`
   bool fills = false;            // the gate of `cache` counts this task as the filler
   bool reads = false;            // the gate of `cache` counts this task as a reader
   uint8_t retries_left = 1;
@@ -68,7 +68,7 @@ struct Task {
   int64_t payload_crc = -1;
   int64_t deadline_ns = 0;  // set when a lane first gets the task; 0 before
   uint64_t token = 0;       // the token of its last operation in a lane; 0 if none
-  uint64_t charged_to = 0;  // the job whose share of the reads it uses
+  uint64_t charged_to = 0;  // the job to whose share of the reads it counts
   Task* before = nullptr;   // the neighbours in the queue where it waits
   Task* behind = nullptr;
   int64_t sequence = 0;
@@ -102,7 +102,7 @@ struct Job {
   size_t alive = 0;       // tasks that are not done
   uint64_t copied_bytes = 0;
   size_t superblocks_left = 0;   // in a reset: targets without an outcome
-  bool listed = false;           // whether it is in `Machine::news_`
+  bool listed = false;           // whether the job is in `Machine::news_`
   std::vector<uint64_t> served;  // in reads for peers: the peer's token, by row
   uint64_t fence = 0;            // in a store or load, as in `Machine::begin`
   uint64_t peers = UINT64_MAX;   // in a load: a bit for each peer that may read for it
@@ -139,13 +139,14 @@ class FairQueue {
 
   size_t size() const { return count_; }
   size_t held() const { return held_; }
-  // Queue a task after its job's other tasks or, if `front`, as if it had waited longest of all.
+  // Queue a task after its job's other tasks or, if `front`, as if it had waited the longest of
+  // all.
   void push(Task& task, bool front = false);
   bool remove(Task& task);
   Task* peek();
   Task* take();
   void give_back(Task& task);
-  // Remove all waiting tasks, the longest waiting first, without giving them places.
+  // Remove all waiting tasks, longest wait first, without giving them places.
   std::vector<Task*> take_all();
   // Remove the retries whose deadlines have passed, and lower `next_ns` to the earliest deadline of
   // the remaining retries. Retries precede the other tasks of their jobs.

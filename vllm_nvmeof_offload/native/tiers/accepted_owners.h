@@ -23,7 +23,7 @@ class Foreign : public ForeignReader {
  public:
   // Accepts no engine before `set_tag`.
   explicit Foreign(int fd) : ForeignReader(fd) {}
-  // For tests: use this time instead of the monotonic clock's.
+  // For tests: use this time instead of the monotonic clock.
   void set_time(double now_s) { set_now_s_ = now_s; }
 
   // -- acceptance -------------------------------------------------------------------
@@ -37,25 +37,27 @@ class Foreign : public ForeignReader {
   bool accepts(const ForeignRow& row) const {
     return accepts(owner_of(row.place)) && !is_refused(row);
   }
-  // Discard everything known so far, here and in the follower.
+  // Discard everything learned so far, here and in the follower.
   void reset();
-  // Refuse the row for a while, because it could not be read.
+  // Ignore the row for a while, because it could not be read.
   void refuse(const ForeignRow& row);
-  // Count a read that has ended. An engine is refused for a while if many reads from it fail.
+  // Count a read that has ended. If many reads from an engine fail, the engine is ignored for a
+  // while.
   void ended(const ForeignRow& row, bool ok);
-  // Return whether a process holds the engine's directory, and thus manages its chunks.
+  // Return whether a process holds the engine's directory and so manages its chunks.
   bool lives(uint32_t number) const { return owner(number).state == OwnerState::COMPLETE; }
 
   // -- attachments ------------------------------------------------------------------
 
-  // Record that a command will name places in the pool of this engine, which was just accepted.
+  // Record that a command will name places in the pool of this engine, which has just been
+  // accepted.
   void use(uint32_t number);
   bool is_used() const { return !attached_.empty(); }
-  // Return, once each, the engines that commands name and that workers must still attach.
+  // Return the engines that commands name and that workers must still attach, each only once.
   std::vector<Attachment> take_attachments();
   // Return the attached engines that have since been removed or replaced.
   std::vector<uint32_t> take_detachments();
-  // Refuse the engine until its record changes, because a rank failed to attach it.
+  // Ignore the engine until its record changes, because a rank failed to attach it.
   void attach_failed(uint32_t number);
   // Require a new attachment before the next use. Returns false if the engine was not attached.
   bool detach(uint32_t number) { return attached_.erase(number) > 0; }

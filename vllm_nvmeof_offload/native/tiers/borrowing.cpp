@@ -54,7 +54,7 @@ void Tiers::add_foreign(Batch& batch, const char* key, const ForeignRow& row) {
   ++foreign_loads_;
 }
 
-// Add an entry for a chunk that is read into this cache slot, which was just taken.
+// Add an entry for a chunk that is being read into this cache slot, which was just taken.
 Row Tiers::borrow(const char* key, uint64_t generation, Slot slot, uint64_t used) {
   const Row row = add_entry(key, group_of(key), generation);
   index[row].cache = static_cast<int32_t>(slot);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: Apache-2.0
 // Single copies of chunks in the tiers: choosing the ranks that store them, proving that ranks have
-// equal bytes, and evicting.
+// equal bytes, and evicting them.
 #include "tiers/tiers.h"
 
 namespace nvmeof {

@@ -27,11 +27,11 @@ struct SlotRecord {
   enum Kind : uint32_t { FREE, TAKEN, ORPHAN, RETIRED };
 
   uint64_t used = 0;  // when its chunk counts as last used; see `Recency`
-  Row row = 0;        // the entry that names it, or kNoRow; undefined in a free slot
+  Row row = 0;        // the entry that names the slot, or kNoRow; undefined in a free slot
   uint32_t users : 26 = 0;
   uint32_t kind : 2 = FREE;
   uint32_t requests : 3 = 0;  // ended requests that used its chunk, at most kCreditedMax + 1
-  uint32_t wanted : 1 = 0;    // whether its chunk waits to be written
+  uint32_t wanted : 1 = 0;    // whether its chunk is waiting to be written
 };
 static_assert(sizeof(SlotRecord) == 16);
 inline constexpr uint32_t kUsersMax = (1U << 26) - 1;
@@ -42,7 +42,7 @@ class Order {
  public:
   virtual ~Order() = default;
   virtual void admit(Slot slot) = 0;     // makes the slot evictable
-  virtual void withdraw(Slot slot) = 0;  // makes it not evictable; no effect if it was not
+  virtual void withdraw(Slot slot) = 0;  // makes it non-evictable; no effect if it already was
   virtual void touch(Slot slot) = 0;     // records a new last use; no effect if not evictable
   virtual Slot peek() = 0;               // returns the next victim, or kNone
   virtual Slot victim() {
@@ -55,16 +55,16 @@ class Order {
 
   // Prefetch the memory that `admit` and `withdraw` will read for this slot.
   virtual void warm(Slot) const {}
-  // Return the probable victim after `count` others, or kNone if unknown.
+  // Return the likely victim after `count` others, or kNone if unknown.
   virtual Slot later(size_t) const { return kNone; }
 };
 
 using MakeOrder = std::function<std::unique_ptr<Order>(const SlotRecords& slots)>;
 
 // Evicts the least recently used slot first; ties are broken by slot. Each slot has one record,
-// filed by its last use in buckets of 1024 uses. If the slot has been used since, its record is
-// filed again when it is reached. A bucket is sorted when it becomes the oldest, so that the next
-// victims are known in advance; a heap would take ten times as long.
+// filed by its last use in buckets of 1024 uses. If the slot has been used since then, its record
+// is filed again when it is reached. A bucket is sorted when it becomes the oldest, so that the
+// next victims are known in advance; a heap would take ten times as long.
 class Lru final : public Order {
  public:
   explicit Lru(const SlotRecords& slots) : slots_(slots), filed_(slots.size()) {}
@@ -208,7 +208,7 @@ class Arrivals final {
   Slot none_;
 };
 
-// The rule that determines when the chunk in a slot of one tier counts as last used.
+// The rule that determines the time at which the chunk in a tier's slot counts as last used.
 //
 // If more conversations are interleaved than a tier holds, plain LRU evicts each of them just
 // before its next turn. Therefore, each request that uses a chunk, except the first, moves the
@@ -234,7 +234,7 @@ class Recency {
   // Set the last use of `slot`, which receives the chunk in `other_slot` of another tier.
   void take_over(SlotRecord& slot, const Recency& other, const SlotRecord& other_slot) const {
     slot.requests = other_slot.requests;
-    // Clamp at 0: an unsigned use below 0 would wrap around and be the latest of all.
+    // Clamp at 0: an unsigned value below 0 would wrap around and become the latest of all.
     const uint64_t used = other_slot.used + credit_ * beyond(slot.requests);
     slot.used = used - std::min(used, other.credit_ * beyond(slot.requests));
   }
@@ -304,7 +304,7 @@ class Slots {
     return true;
   }
 
-  // Return whether the row suits the part: either of them is whole, or their set sizes are equal.
+  // Return whether the row suits the part: one of them is whole, or their set sizes are equal.
   bool can_divide(Slot row, const Part& part) const {
     if (part.whole() || row >= capacity() || !parts.set_size(row)) return true;
     return parts.set_size(row) == part.set_size;
@@ -354,8 +354,8 @@ class Slots {
     return true;
   }
 
-  // Give up a removed entry's slot. retire: whether never to use the slot again, because its medium
-  // is failing.
+  // Give up a removed entry's slot. retire: true if the slot must never be used again, because its
+  // medium is failing.
   void orphan(Slot slot, bool retire) {
     SlotRecord& record = records_[slot];
     require(record.kind == SlotRecord::TAKEN, "a slot that was not taken is given up");
@@ -410,7 +410,7 @@ class Slots {
   }
 
   SlotRecords records_;
-  std::vector<Slot> again_;  // slots that were taken and are free again
+  std::vector<Slot> again_;  // slots that were taken before and are free again
   Slot next_ = 0;            // the first slot that was never taken
   Slot free_;
   Slot used_ = 0;  // slots with users
@@ -583,7 +583,7 @@ class Sessions {
     if (rows_[row].client) rows_[row].client = 0;
   }
 
-  // Append the sessions that have not ended, and their chunks' generations in the same order.
+  // Append the sessions that have not ended, and the generations of their chunks in the same order.
   void save(std::vector<SavedSession>& sessions, std::vector<uint64_t>& generations) const {
     for (size_t name = 0; name < kNames; ++name)
       for (uint32_t one = named_[name]; one != 0; one = sessions_[one - 1].named.next) {
@@ -713,7 +713,7 @@ struct KeptSlots {
   std::unordered_map<uint32_t, size_t> by_client;
 };
 
-// An order that evicts retained chunks only if nothing else is left, the least recently used first.
+// An order that evicts retained chunks only if nothing else is left, least recently used first.
 class Keeping final : public Order {
  public:
   Keeping(std::unique_ptr<Order> rest, const SlotRecords& slots, const Sessions& sessions,
@@ -784,7 +784,7 @@ template <typename May, typename Evict>
 bool make_room(const Slots& slots, Order& order, const Part& wanted, May may, Evict evict) {
   constexpr size_t kVictimsPerMember = 4, kRowsMax = 256;  // limits on the search
   const size_t window = wanted.whole() ? 1 : kVictimsPerMember * wanted.set_size;
-  std::vector<Slot> passed;  // victims that do not suit
+  std::vector<Slot> passed;  // unsuitable victims
   const auto free_row = [&](Slot victim) {
     const Slot row = slots.parts.row(victim);
     std::vector<Slot> parts;

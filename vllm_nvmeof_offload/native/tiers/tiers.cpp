@@ -905,7 +905,8 @@ void Tiers::evict(Row row, Event event) {
   if (on(row, event) == State::ABSENT) forget(row, false);
 }
 
-// Make the key miss at once. The entry's slots are freed when their last users release them.
+// Make look-ups miss the key immediately. The entry's slots are freed when their last users release
+// them.
 void Tiers::doom(Row row, bool retire) {
   if (mutant("doomed_entry_still_hits")) return;
   on(row, Event::DOOM);

@@ -27,7 +27,7 @@ struct Trust {
 
   uint32_t set_size;
   uint32_t equal = 0;   // samples that were equal in every set
-  bool ended = false;   // two ranks in a set differed, so no more single copies are stored
+  bool ended = false;   // two ranks in a set differed, so single copies are no longer stored
   uint64_t stored = 0;  // chunks stored since `equal` became high enough
 };
 
@@ -61,7 +61,7 @@ inline constexpr size_t kSources = 4;
 // The tiers that a look-up may hit. Another engine's chunks count as chunks in the pool.
 inline constexpr uint8_t kFromCpu = 1, kFromPool = 2;
 
-// A chunk that other engines have dropped is written after this many requests have used it.
+// A chunk that other engines have dropped is written once this many requests have used it.
 inline constexpr uint32_t kUsesMin = 2;
 
 // How far ahead a loop over keys or rows prefetches memory.
@@ -74,7 +74,7 @@ inline constexpr size_t kExpiredMax = 4096;
 // The number of reasons for a fetch; see `Reason` in manager/hold_and_prefetch.py.
 inline constexpr size_t kFetchReasons = 3;
 
-// The decision on a key offered for storing, as in the column `wanted`.
+// The decision on a key offered for storage, as in the column `wanted`.
 enum class Store : uint8_t { NOT, KEPT, PROVISIONALLY };
 // The status of a cache slot's chunk. A provisional chunk is not written. When a later boundary is
 // stored, the chunk is superseded and will be evicted next.
@@ -183,13 +183,13 @@ struct Options {
   uint16_t ranks = 1;
   std::vector<uint32_t> set_sizes;  // by group; empty if all are 1
   uint32_t equal_min = 8;           // equal samples that a group needs for single copies
-  uint32_t sample_every = 1024;     // after that, every rank stores one chunk in this many
+  uint32_t sample_every = 1024;     // from then on, every rank stores one chunk in this many
   uint64_t credit = 0;              // the CPU tier's credit for `Recency`, in uses
   double retain_share = 0;          // the share of each tier's slots that one client may retain
   bool writes = true;               // whether chunks are written to the pool
-  bool demotes = false;             // whether they are written on eviction rather than when stored
+  bool demotes = false;             // whether they are written on eviction, not when stored
   bool logs_moves = false;
-  size_t writes_max = 1;          // bound on planned and running writes
+  size_t writes_max = 1;          // limit on planned and running writes
   size_t clean_min = 1;           // if `demotes`: slots to keep free or evictable without loss
   std::vector<bool> slot_errnos;  // whether a failure means that the slot is bad, by errno
   MakeOrder make_order;           // empty for Lru
@@ -211,7 +211,7 @@ struct Target {
   KeptSlots kept;
   bool usable = true;
   size_t pending = 0;  // planned and running writes
-  double speed = 0;    // its write rate as a share of the fastest target's, or 0 if unknown
+  double speed = 0;    // its write rate relative to the fastest target's, or 0 if unknown
   double pass = 0;     // the writes given to it, divided by its speed
 };
 
@@ -227,7 +227,7 @@ class Tiers {
   Source lookup(Row row, const char* key, uint8_t sources) const;
   // Expect the keys of these rows, in this order, in the next call with keys.
   void expect(std::vector<Row>& rows) const { found_.swap(rows); }
-  // Return a 1 or 0 per key: whether a look-up would find the key now.
+  // Return one byte per key: 1 if a look-up would find the key now, else 0.
   std::string present(Keys keys, uint8_t sources) const;
   // Return how many leading keys are in the CPU tier, and add the other keys' bytes to `by_target`.
   // The keys must just have been found by a look-up. lane_bytes: see `read_bytes_of`.
@@ -237,7 +237,7 @@ class Tiers {
   // their request has ended, which counts only once for a key that is named twice.
   void touch(Keys keys, bool ended) { touch(rows_of(keys), ended); }
 
-  // -- remembered answers: manager/look_up.py ---------------------------------------
+  // -- cached answers: manager/look_up.py ---------------------------------------
   Whereabouts whereabouts(Keys keys, uint8_t sources) const;
   // Return whether a look-up of the same keys and sources would give the same result now.
   bool unmoved(const Whereabouts& before, uint8_t sources) const {
@@ -255,7 +255,8 @@ class Tiers {
   // `generation`. client: as in `Sessions`.
   StorePlan plan_store(Keys keys, std::span<const uint8_t> wanted, uint64_t& generation,
                        std::span<const uint32_t> order = {}, uint32_t client = 0);
-  // Plan a load. A missing chunk's row has no slot or place. land_max: bound on cache slots filled.
+  // Plan a load. The row of a missing chunk has no slot or place. land_max: limit on cache slots
+  // filled.
   Batch plan_load(Keys keys, size_t land_max, std::span<const uint32_t> order = {},
                   uint32_t client = 0);
   // Return how many of the tokens in [first, last) a load takes from the CPU tier, from our pool,
@@ -265,8 +266,9 @@ class Tiers {
   void supersede(Keys keys);
   // Make these keys' entries KEPT, so that they are written like any others.
   void keep(Keys keys);
-  // Make these chunks the next to be evicted from the CPU tier, last key first, except chunks used
-  // by more than one request or waiting for write-through. Without a pool, nothing changes.
+  // Make these chunks the next to be evicted from the CPU tier, last key first, except chunks that
+  // several requests have used or that are waiting for write-through. Without a pool, nothing
+  // changes.
   void cool(Keys keys);
   // Retain these chunks, given in prefix order, until second `until`, in addition to those that the
   // session already retains. Returns false if nothing is retained. See `Sessions`.
@@ -294,8 +296,8 @@ class Tiers {
   // -- facts ------------------------------------------------------------------------
   void report(OpKind kind, Batch& batch, const Report& report, Effect& effect);
   void warm(const Batch& batch, size_t at) const;
-  // Take the groups in which members were found to differ since the last call. A member's single
-  // copies are then wrong for the others, so the caller must reset.
+  // Return and clear the groups in which members were found to differ since the last call. A
+  // member's single copies are then wrong for the others, so the caller must reset the tiers.
   std::vector<size_t> take_unequal() { return std::exchange(unequal_, {}); }
   void reset();
 
@@ -327,7 +329,7 @@ class Tiers {
 
   std::deque<Move> moves;
   size_t moved_bytes = 0;  // the bytes of all keys in `moves`
-  size_t backlog = 0;      // chunks that wait to be written
+  size_t backlog = 0;      // chunks waiting to be written
   size_t pending = 0;      // planned and running writes
   Counts counts;
 
@@ -337,8 +339,9 @@ class Tiers {
   Order& home(Slot slot) { return cache[slot].wanted ? *unwritten : *clean; }
   // Return the slot to write next. In write-through mode this is the oldest one, under any policy.
   Slot next_to_write() { return options_.demotes ? unwritten->peek() : arrivals_.first(); }
-  // Return whether a chunk that waits to be written may be evicted: only for a store, and only if
-  // no target accepts writes. Otherwise the store is refused: a prefix needs all its chunks.
+  // Return whether a chunk that is waiting to be written may be evicted: only for a store, and only
+  // if no target accepts writes. Otherwise the store is refused, because a prefix needs all its
+  // chunks.
   bool may_lose(bool is_read) const;
 
   // Return the rows of the keys, valid until the next call.
@@ -435,10 +438,10 @@ class Tiers {
   bool keeping_ = false;               // whether the orders are `Keeping`
   KeptSlots cache_kept_;               // of `clean` and `unwritten`
   Recency recency_;                    // for the cache slots
-  Arrivals arrivals_;                  // cache slots that wait to be written, pinned or not
+  Arrivals arrivals_;                  // cache slots waiting to be written, pinned or not
   HugeColumn<Stay> stays_;             // by cache slot
   size_t unkept_ = 0;                  // the number of slots that are not KEPT
-  uint64_t uses_ = uint64_t{1} << 32;  // smaller values are for chunks to be evicted first
+  uint64_t uses_ = uint64_t{1} << 32;  // smaller values belong to chunks to be evicted first
   size_t passed_over_ = 0;  // evictions of clean slots while a colder one waited to be written
   Batch writes_;            // planned
   std::array<Batch, kFetchReasons> fetches_;  // planned, by reason
@@ -446,7 +449,7 @@ class Tiers {
   std::vector<Trust> trust_;                  // by group
   std::vector<size_t> unequal_;               // groups with unequal members, until taken
   std::vector<size_t> ready_;                 // within `choose`, which runs per chunk
-  size_t turn_ = 0;                           // the target that is chosen if all else is equal
+  size_t turn_ = 0;                           // the target chosen if all else is equal
   double pass_ = 0;                           // the lowest pass of all usable targets
   // Consecutive failures by place. A device may accept writes and fail reads, so both are counted.
   std::unordered_map<Place, int> failed_reads_, failed_writes_;
