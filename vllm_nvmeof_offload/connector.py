@@ -120,7 +120,7 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
             spec.one_host = one_host
         #: Seconds spent in scheduler-side methods since the last step's output.
         self._spent_s = 0.0
-        #: KV events that a reset has already taken; the next step reports them.
+        #: KV events that a reset has already collected; the next step reports them.
         self._events: list[KVCacheEvent] = []
         if self.connector_scheduler is not None:
             offloaded = build_offloading_config(vllm_config, kv_cache_config)
@@ -409,7 +409,8 @@ class NVMeoFOffloadingConnector(OffloadingConnector):
         yield from super().take_events()
 
     def weights_may_have_changed(self, call: str, *, known: bool) -> None:
-        """Record that vLLM made `call`, which changed the weights if `known`, else may have."""
+        """Record that vLLM made `call`, which has changed the weights if `known`, and otherwise may
+        have."""
         if self._manager.weights_may_have_changed(known=known):
             if not self.paused.undecided:
                 self.reset_cache()

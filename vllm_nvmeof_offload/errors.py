@@ -79,7 +79,8 @@ class PoolError(OffloadError):
 
 @contextlib.contextmanager
 def as_pool_error(what: str, remedy: str = "") -> Iterator[None]:
-    """Turn an OSError in the with-block into a PoolError with `what`, the error and the remedy."""
+    """Turn an OSError in the with-block into a PoolError that contains `what`, the error and the
+    remedy."""
     try:
         yield
     except OSError as error:
@@ -87,7 +88,7 @@ def as_pool_error(what: str, remedy: str = "") -> Iterator[None]:
 
 
 class PoolFormatError(PoolError):
-    """Bytes on disk that are not ours or not intact."""
+    """Bytes on disk that are not ours or are damaged."""
 
 
 class UnknownFormatError(PoolFormatError):

@@ -98,7 +98,8 @@ class Exporter(Collector):
         yield from families.values()
 
     def stop(self) -> None:
-        """Stop exporting, and remove the file, so no scraper mistakes it for current metrics."""
+        """Stop exporting, and remove the file, so that no scraper mistakes it for current
+        metrics."""
         self._ended.set()
         if self._server is not None:
             self._server.shutdown()

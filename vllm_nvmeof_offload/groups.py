@@ -21,7 +21,7 @@ SET_SIZE_MAX = 64
 
 
 class GroupKind(enum.IntEnum):
-    """The kind of a group: which of a request's tokens are kept. Pools store the numbers."""
+    """The kind of a group, which determines the tokens that are kept. Pools store the numbers."""
 
     FULL = 0  # all tokens
     WINDOW = 1  # the last tokens before any position

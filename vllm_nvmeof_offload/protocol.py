@@ -74,8 +74,8 @@ NOWHERE = -1
 _TARGET_SHIFT, _MEMBER_SHIFT, _OWNER_SHIFT = 32, 40, 48
 #: The owner number in this engine's places. The follower numbers other engines on these targets.
 OURS = 0
-#: Peers do not help with loads of fewer chunks, because waiting for a peer's answer would seldom
-#: take less time than the help saves.
+#: Peers do not help with loads of fewer chunks, because waiting for a peer's answer would usually
+#: take longer than the help saves.
 PEER_CHUNKS_MIN = 4
 #: The default for the key `ahead_cache_share`.
 AHEAD_CACHE_SHARE = 0.5

@@ -62,7 +62,7 @@ BLOCKS_MAX = 8
 _TABLES = 16
 _ROW_BYTES = 3 * 8
 _TABLE_BYTES = DESCRIPTORS_MAX * _ROW_BYTES
-#: The outcome if CUDA refuses a copy. A retry would fail again.
+#: The outcome if CUDA refuses a copy. A retry would fail too.
 _FAILED = Outcome(OutcomeKind.IO_ERROR, errno.EIO)
 
 
@@ -88,7 +88,7 @@ class DmaCopier:
 
         A store reads memory that the model's kernels write, so the driver must read it in stream
         order, after the fence. A load reads staging that is already complete (docs/protocol.md,
-        rule 3), so the driver can read it at once.
+        rule 3), so the driver can read it immediately.
         """
         columns, count = sides(direction, pieces), len(pieces)
         order = ORDER_STREAM if direction is Direction.STORE else ORDER_ANY
@@ -139,7 +139,7 @@ class KernelCopier:
         """Submit pieces to `stream`, and then mark their end. Do nothing and return False if too
         few tables are idle.
 
-        Append the tables to `used` before the kernel reads them, even if an error follows. The
+        Append the tables to `used` before the kernel reads them, even if an error occurs later. The
         caller gives them back when the stream has passed this point.
         """
         parts = cut(*sides(direction, pieces))

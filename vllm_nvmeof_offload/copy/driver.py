@@ -132,7 +132,7 @@ class Cuda:
     # -- the GPU ----------------------------------------------------------------------
 
     def make_current(self) -> None:
-        """Make the context current on this thread. Repeated calls cost nothing."""
+        """Make the context current on this thread. Repeated calls cost almost nothing."""
         if not getattr(self._thread, "current", False):
             self._enter("cuCtxSetCurrent", self._context)
             self._thread.current = True

@@ -61,7 +61,7 @@ def kernel_tables() -> _Words:
 
 
 def _after(count: int, crc: int) -> int:
-    """Return what `crc`, without its inversions, is after `count` further zero bytes."""
+    """Return the value of `crc`, without its inversions, after `count` further zero bytes."""
     return int(crc32c(bytes(count), crc ^ 0xFFFFFFFF)) ^ 0xFFFFFFFF
 
 

@@ -26,8 +26,8 @@ from vllm_nvmeof_offload.units import MIB, format_bytes
 
 REGISTERED_BYTES_MAX = 256 * MIB
 _LOG_EVERY_S = 5.0
-#: This is long enough for a waiting thread to wake up and take the lock. The value was not tuned on
-#: a GPU.
+#: This is long enough for a waiting thread to wake up and take the lock. The value has not been
+#: tuned on a GPU.
 _PAUSE_S = 0.001
 #: The delay before a retry if the driver refuses a registration during a graph capture.
 _CAPTURE_S = 0.1

@@ -132,7 +132,8 @@ class IoEngine(Protocol):
         """Replace the file of retained sessions in the background, as `Pool.save_sessions` does."""
 
     def attach(self) -> Lanes:
-        """Let the machine drive reads and writes; `submit` and `poll` then only handle resets."""
+        """Let the machine drive reads and writes; from then on, `submit` and `poll` only handle
+        resets."""
 
     def room(self) -> Room: ...
 

@@ -220,7 +220,7 @@ class NativeIoEngine:
         return self._pool.await_superblocks(max(0.0, end_s - time.monotonic())) and ended
 
     def kick(self) -> None:
-        """Make the I/O threads check their queues again, for tests that open a gate."""
+        """Make the I/O threads check their queues again. This is for tests that open a gate."""
         self._core.kick()
 
     def _superblock_ended(self, token: int, target: int, epoch: int, outcome: Outcome) -> None:

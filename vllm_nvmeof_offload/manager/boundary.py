@@ -32,7 +32,7 @@ def plan(
 ) -> tuple[int, list[bytes]]:
     """Return the boundary in tokens and the keys for a load up to it, or (local, []) for no load.
     `local` is the number of tokens in GPU memory, a multiple of every group's block size. `limit`
-    is the number of tokens that a load may reach, at most the request's length."""
+    is the last token that a load may reach, at most the request's length."""
     boundary = _boundary(groups, keys_by_group, local, limit, has)
     return boundary, wanted(groups, keys_by_group, local, boundary)
 
@@ -107,11 +107,12 @@ def unit_tokens(groups: Sequence[Group]) -> int:
 
 
 def kept_every(groups: Sequence[Group], unit: int, lasting: int) -> int:
-    """Return the distance in tokens between boundaries that vLLM keeps in GPU memory so that they
-    can be stored. The result is a multiple of `unit`; `lasting` is the distance between lasting
-    boundaries. With windows, it is `lasting`: windows are stored while they are in GPU memory
-    anyway. Without windows, vLLM keeps a state per unit: an answer's state takes no pool space,
-    because it is stored only until the next state, and most answers are shorter than `lasting`."""
+    """Return the distance in tokens between the boundaries that vLLM keeps in GPU memory so that
+    they can be stored. The result is a multiple of `unit`; `lasting` is the distance between
+    lasting boundaries. With windows, it is `lasting`: windows are stored while they are in GPU
+    memory anyway. Without windows, vLLM keeps a state per unit: an answer's state takes no pool
+    space, because it is stored only until the next state, and most answers are shorter than
+    `lasting`."""
     return lasting if any(group.kind is GroupKind.WINDOW for group in groups) else unit
 
 
@@ -168,8 +169,8 @@ def _boundary(
     limit: int,
     has: Has,
 ) -> int:
-    """Find the boundary by vLLM's rule: full attention first, then windows and states, longest
-    reach first. Each group may lower the boundary; rounds repeat until no group does."""
+    """Find the boundary by vLLM's rule: full attention first, then windows and states in order of
+    decreasing reach. Each group may lower the boundary; rounds repeat until no group does."""
     full = [at for at, group in enumerate(groups) if group.reach_chunks is None]
     tails = [at for at, group in enumerate(groups) if group.reach_chunks is not None]
     tails.sort(key=lambda at: groups[at].reach_chunks or 0, reverse=True)

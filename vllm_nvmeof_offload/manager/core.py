@@ -259,11 +259,11 @@ class ManagerCore:
         return self._tiers.whereabouts(keys, sources)
 
     def unmoved(self, before: Whereabouts, keys: Sequence[bytes], sources: int) -> bool:
-        """Return whether no chunk has moved since `before`, and no load of any chunk has begun."""
+        """Return whether, since `before`, no chunk has moved and no load of one has begun."""
         return self._tiers.unmoved(before, keys, sources)
 
     def ended(self, keys: Sequence[bytes], ends: npt.NDArray[np.int64] | None = None) -> None:
-        """Record that a request with chunks of these `keys` has ended. `ends` is as in
+        """Record that a request whose chunks have these `keys` has ended. `ends` is as in
         `prepare_store`, except that a key can appear twice."""
         keys, _ = self._in_prefix_order(keys, ends)
         self._tiers.touch(keys, ended=True)
@@ -281,7 +281,7 @@ class ManagerCore:
         client: int = 0,
     ) -> StorePlan:
         """Plan to store the new chunks of `keys` that have reached the store threshold, in prefix
-        order, while cache slots last. The command's rows are in the order of `keys`.
+        order, until no cache slot is left. The command's rows are in the order of `keys`.
 
         With several groups, `ends` gives the request's tokens up to each chunk's end, and each key
         must appear once. Without `ends`, the keys must be in prefix order. `provisional` marks the
@@ -437,7 +437,7 @@ class ManagerCore:
     # -- other engines' chunks --------------------------------------------------------
 
     def _attach(self) -> None:
-        """Make the ranks open the regions that the next commands name for the first time."""
+        """Make the ranks open the regions to which the next commands refer for the first time."""
         assert self._foreign is not None
         for owner, engine_index, pool_uuid in self._foreign.take_attachments():
             op = self._ledger.open(OpKind.ATTACH)
@@ -599,7 +599,7 @@ class ManagerCore:
         `count_writes=False` ignores writes, because they can wait for the engine's next step."""
         if self._unsent or self._tiers.fetches_intended:
             return True
-        # Count only saves that are due soon, or an idle engine would keep stepping.
+        # Count only saves that are due soon: otherwise an idle engine would keep stepping.
         saves_soon = self._is_unsaved and self._save_s - self._clock() <= _SAVES_PERIOD_S
         if count_writes and (self._tiers.writes_intended or saves_soon):
             return True
@@ -652,7 +652,7 @@ class ManagerCore:
 
     @property
     def counters(self) -> Counts:
-        """The counts of events since the start, by series (`metrics.COUNTERS`)."""
+        """The number of events since the start, by series (`metrics.COUNTERS`)."""
         for series, amount in zip(_NATIVE_COUNTS, self._tiers.take_counts(), strict=True):
             if amount:
                 self._counters[series] += amount
@@ -698,9 +698,9 @@ class ManagerCore:
         return any(op.kind is OpKind.STORE for op in self._ledger)
 
     def reset(self, *, same_weights: bool = False) -> bool:
-        """Drop every entry, including those on disk. Slots become free as the ranks release them.
-        With `same_weights`, later chunks keep the share tag. Return False if nothing was left to
-        drop and a reset is already queued."""
+        """Drop every entry, including those for chunks on disk. Slots become free as the ranks
+        release them. With `same_weights`, later chunks keep the share tag. Return False if nothing
+        was left to drop and a reset is already queued."""
         tag, is_kept = self.name
         tag = self._shared_tag if same_weights else tag if is_kept else b""
         last = self._unsent[-1] if self._unsent else None
@@ -763,7 +763,8 @@ class ManagerCore:
         return max(0.0, self._clock() - scanned_ns / 1e9) if scanned_ns else 0.0
 
     def activity(self) -> tuple[float, ...]:
-        """Return values that are cheap to compute and change with nearly every counter or gauge."""
+        """Return values that are cheap to compute and that change whenever nearly any counter or
+        gauge does."""
         return (
             *self.counters.values(),  # not the sum, in which bytes would hide small counts
             len(self._ledger),

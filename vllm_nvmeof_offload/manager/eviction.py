@@ -3,8 +3,8 @@
 
 A policy sees only *evictable* slots: the manager withdraws a slot while it is pinned, and admits it
 again afterwards. A pin is not a use. The manager keeps each slot's last use in an array (`Recency`
-in native/tiers/eviction.h). So a write or its late release neither makes a chunk look recently used
-nor reverses the order of a prefix's chunks.
+in native/tiers/eviction.h). A write or its late release therefore neither makes a chunk look
+recently used nor reverses the order of a prefix's chunks.
 
 The manager uses the native `Lru` (native/tiers/eviction.h) or calls a user's class once per slot.
 """
@@ -63,7 +63,7 @@ def credit_share(name: str, write_policy: WritePolicy = WritePolicy.THROUGH) -> 
 
 def choose_policy(name: str) -> MakePolicy | None:
     """Return the class for the configured `name` ("module:Class"), or None for one of `POLICIES`.
-    Raises ConfigError if there is no class with this name, or it lacks a method."""
+    Raises ConfigError if no class has this name, or if the class lacks a method."""
     if name in POLICIES:
         return None
     make = _imported(name)
@@ -86,7 +86,7 @@ def _imported(name: str) -> Callable[..., EvictionPolicy]:
         raise ConfigError(_KEY, name, remedy) from error
     found: Callable[..., EvictionPolicy] | None = getattr(imported, attribute, None)
     if found is None:
-        # A directory with this name is importable as a namespace package, but has no file.
+        # A directory with this name can be imported as a namespace package, but has no file.
         where = getattr(imported, "__file__", None) or ", ".join(getattr(imported, "__path__", ()))
         remedy = (
             f"the module, found at {where}, has no {attribute}; name a class that it defines, or "

@@ -34,7 +34,7 @@ CREDIT_SHARE = 2.0
 
 
 def ahead_shares(share: float) -> tuple[float, float, float]:
-    """Return the shares for a single load, for preempted requests and for queued requests."""
+    """Return the shares of a single load, of preempted requests and of queued requests."""
     return share, share / 2, share / 2
 
 

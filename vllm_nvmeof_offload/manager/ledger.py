@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 @dataclass(eq=False)
 class Op:
     """An operation in progress. `batch` holds its rows; it is None for a reset or an attach, each
-    of which has one row. Most ops leave the later fields at the class's defaults, which cost
+    of which has one row. Most ops leave the later fields at the defaults of the class, which cost
     nothing per op."""
 
     number: int

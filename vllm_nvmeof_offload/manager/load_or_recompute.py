@@ -17,10 +17,10 @@ computing, the pool is declined until loading is faster by the factor `_HYSTERES
 
 A probe reads a few declined chunks in the background (`ReloadScheduler.probe`), so that no request
 has to wait to find out that the pool has recovered. A successful probe lowers the slowness towards
-its minimum: by half the distance, or by a share equal to the trust in the pool if that is less. So
-loads that are fast only with peers are tried too. Trust starts at 1; a load that takes longer than
-computing halves it, and any other load doubles it. So a pool that sometimes hangs, or is fast only
-for probes, is tried less and less often.
+its minimum: by half the distance, or by a share equal to the trust in the pool if that is less.
+Loads that are fast only with peers are therefore tried too. Trust starts at 1; a load that takes
+longer than computing halves it, and any other load doubles it. A pool that sometimes hangs, or that
+is fast only for probes, is therefore tried less and less often.
 
 Chunks in the CPU tier are always loaded: pinned memory is many times faster than any model, and
 loading leaves the model free for other requests.
@@ -79,8 +79,8 @@ class Decision:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """The decision on a hit after `local` tokens in GPU memory: `tokens` are loaded, and `declined`
-    are found but not loaded. `helpers` is as in `LoadCommand`."""
+    """The decision on a hit that follows `local` tokens in GPU memory: `tokens` are loaded, and
+    `declined` are found but not loaded. `helpers` is as in `LoadCommand`."""
 
     local: int
     tokens: int
@@ -121,7 +121,7 @@ class Admission:
         return 1 / self.prefill_rate + self.depth_s * (before + tokens / 2 - self.prefill_depth)
 
     def compute_s(self, tokens: int, before: int) -> float:
-        """Return the seconds to compute `tokens` after `before` others, or 0 if unknown."""
+        """Return the time in seconds to compute `tokens` after `before` others, or 0 if unknown."""
         return tokens * self.token_s(tokens, before) if self.prefill_rate else 0.0
 
     def decide(
@@ -175,7 +175,7 @@ class Admission:
         self.slowness += share * (max(sample, _SLOWNESS_MIN) - self.slowness)
 
     def _bytes_s(self, read_bytes: Sequence[int], queued_bytes: Sequence[int]) -> float:
-        """Return the seconds to read these bytes after the queued ones, or 0 if unknown."""
+        """Return the time in seconds to read these bytes after the queued ones, or 0 if unknown."""
         lanes = zip(read_bytes, queued_bytes, self.read_rates, strict=True)
         return max(((own + more) / rate for own, more, rate in lanes if own and rate), default=0.0)
 
@@ -246,13 +246,14 @@ class LoadTimes:
             self._admission.probed(missed=missed)
 
     def _waited_s(self, op: Op) -> float:
-        """Return the seconds since the op was planned that the model did not spend on prompts."""
+        """Return the seconds that have passed since the op was planned, except those that the model
+        spent on prompts."""
         seconds = self._clock() - op.issued_s
         return max(0.0, seconds - (self._ledger.prompts_s() - op.prompts_s))
 
     def _is_worth_cutting(self, op: Op) -> bool:
         """Return whether the load may be cut off. With several groups, a load yields all of its
-        tokens or none, so after the first complete read, waiting is better than losing it."""
+        tokens or none, so once a read is complete, waiting is better than losing it."""
         if self._config.full_attention_only:
             return True
         assert op.batch is not None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A waiting request's look-up: the question, vLLM's answer, and what is then loaded. Pure.
+"""A waiting request's look-up: the question, vLLM's answer, and the load that follows. Pure.
 
 In every step, vLLM looks up the request at the head of its queue, key by key, until the request
 gets its GPU blocks. An answer is cached and reused while three conditions hold: the chunks found

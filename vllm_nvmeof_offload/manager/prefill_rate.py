@@ -69,7 +69,7 @@ class StepMeter:
 
     @property
     def depth_s(self) -> float:
-        """The seconds that each preceding token adds to the time for a token, or 0."""
+        """The time in seconds that each preceding token adds to the time for a token, or 0."""
         _, depths, seconds, *_ = self._sums
         return max(0.0, min(self._slope, _SLOPE_SHARE_MAX * seconds / depths)) if depths else 0.0
 

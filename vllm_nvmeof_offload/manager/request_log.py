@@ -67,7 +67,7 @@ class Start:
     load: LoadRecord | None = None
 
     def describe(self) -> dict[str, Any]:
-        """Return the fields, the number of tokens computed, and the reasons, for JSON."""
+        """Return the fields, the number of computed tokens, and the reasons, ready for JSON."""
         failed = self.load.failed_tokens if self.load else 0
         computed = self.tokens - self.gpu_tokens - self.loaded_tokens + failed
         return {**asdict(self), "computed_tokens": computed, "why": list(self._reasons())}

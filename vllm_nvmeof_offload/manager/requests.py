@@ -83,7 +83,8 @@ class ResumeCounter:
         return min(computed.tokens, max(0, tokens - 1) if computed.drafted else tokens)
 
     def offered(self, request_id: str, local: int, found: int) -> None:
-        """Record that a look-up found `local` tokens in GPU memory and `found` more to load."""
+        """Record that a look-up found `local` tokens in GPU memory and `found` further tokens to
+        load."""
         if request_id in self._preempted:
             self._offered[request_id] = (local, found)
 
@@ -239,7 +240,7 @@ class WaitingRequests:
             self._follow(request, self.resumes.computed(request_id), None)
 
     def _follow(self, request: Any, tokens: int, order: Order | None) -> None:
-        """Hold and fetch chunks for a waiting request that could load up to `tokens` tokens."""
+        """Hold and fetch the chunks of a waiting request that could load up to `tokens` tokens."""
         keys_by_group = self._queue.keys_of(request.request_id)
         if keys_by_group is None:
             return
@@ -302,7 +303,7 @@ class Suspension:
         )
 
     def ended(self, request_id: str) -> None:
-        """Record that a request has ended or recomputes everything."""
+        """Record that a request has ended, or that it recomputes everything."""
         self.requests.discard(request_id)
         if self._announced and not self.requests:
             self._announced = False

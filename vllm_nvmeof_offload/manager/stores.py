@@ -53,7 +53,7 @@ class StoreThreshold:
         self, keys: Sequence[bytes], again: Collection[bytes] = ()
     ) -> npt.NDArray[np.uint8] | None:
         """Count one offer for each of `keys`, except those in `again`, which the request has
-        offered before. Return, by key, whether it is due; None if all are."""
+        offered before. Return whether each key is due, or None if all are."""
         if self._threshold == 1:
             return None
         counts = self._counts

@@ -5,10 +5,10 @@ each write. Pure.
 The choice itself runs per chunk in `native/tiers/tiers.cpp` (`choose`). A target whose queue takes
 more than twice as long as the shortest queue gets no writes. Among the others, a target with a free
 slot precedes one that must evict, because a hit on a slower target is better than a miss. Among
-equals, the target with the fewest writes so far in proportion to its rate is chosen, so that shares
-follow the rates even while all queues are empty. A queue's time is its pending writes divided by
-the slowest rank's measured rate. While any rate is unknown, all targets count as equal and
-alternate.
+equals, the target with the fewest writes so far, relative to its rate, is chosen. The targets'
+shares therefore follow their rates even while all queues are empty. A queue's time is its pending
+writes divided by the slowest rank's measured rate. While any rate is unknown, all targets count as
+equal and alternate.
 """
 
 from __future__ import annotations

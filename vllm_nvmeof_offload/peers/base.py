@@ -3,8 +3,8 @@
 
 A *loading server* requests a chunk from a *helper*. The helper reads the chunk into one of its
 *serve slots*, and sends the chunk or lets the loading server pull it. The loading server verifies
-the chunk in its own slot, so a peer affects how soon a chunk arrives, but never whether it is
-correct.
+the chunk in its own slot, so a peer can affect how soon a chunk arrives, but never whether the
+chunk is correct.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 """The loading server's side: one lane per peer, and one thread for all lanes.
 
 A read is ASKED, then PULLING if NIXL moves its bytes, and then ends. A read that is cancelled or
-past its deadline gets its outcome at once. If its peer still owes an answer, the read is then
+past its deadline gets its outcome immediately. If its peer still owes an answer, the read is then
 DROPPED and costs a credit; if its pull has not ended, the read is a ZOMBIE, and its buffer is
 released later.
 
@@ -173,8 +173,8 @@ class _Session:
         self.is_stalled = False
 
     def opens(self) -> None:
-        """Record that a read was requested while none was open. The peer must send often from now
-        on."""
+        """Record that a read was requested while none was open. From now on, the peer must send
+        often."""
         self.opened_s = self._listening.now_s
 
     def is_silent(self) -> bool:

@@ -9,7 +9,7 @@ slot into which the storage is reading becomes free when the storage reports the
 Sessions get equal shares of the slots.
 
 An unauthenticated connection may send one frame of `MESSAGE_BYTES_MAX`, and lasts at most two
-seconds. Connections beyond the first `CONNECTIONS_MAX` are closed at once.
+seconds. Connections beyond the first `CONNECTIONS_MAX` are closed immediately.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class _Door:
         self._monitor = router.get_monitor_socket(events | failed)
         lock(router, secret, serves=True)
         self._key = z85.decode(key_pair(secret, serves=False)[0]) if secret else b""
-        #: ZMQ asks here which keys to admit.
+        #: ZMQ asks through this socket which keys to admit.
         self._asked = context.socket(zmq.REP)
         self._asked.bind("inproc://zeromq.zap.01")
         router.bind(address)

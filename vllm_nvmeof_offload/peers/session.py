@@ -339,7 +339,7 @@ class BusyRate:
         return self.bytes_per_s if now_s - self._moved_s <= _RECENT_S else 0.0
 
     def stop(self) -> None:
-        """Record that the transfers in progress were abandoned."""
+        """Record that the transfers in progress have been abandoned."""
         self._since_s = None
 
 
@@ -347,7 +347,8 @@ class SessionThread:
     """One end of sessions with peers, on a separate thread until it is closed."""
 
     def __init__(self, name: str, run: Callable[[], None], tag: bytes) -> None:
-        """Prepare a thread for `run`; the subclass starts it. `tag` is our share tag."""
+        """Prepare the thread that executes `run`; the subclass starts it. `tag` is our share
+        tag."""
         self._tag = tag
         self._listening = Listening(time.monotonic())
         self._waker, self._closed = Waker(), threading.Event()

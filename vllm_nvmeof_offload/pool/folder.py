@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Directories and files below a target that only their owner can have written.
+"""Directories and files under a target that only their owner can have written.
 
 A user who owns a target, or may rename entries in it, can replace our files and directories at any
 time, even by links or pipes. Checksums do not prove who wrote the bytes. So every file is opened by
@@ -33,7 +33,7 @@ class Folder:
 
     @classmethod
     def nowhere(cls, path: Path) -> Folder:
-        """Return a folder that is empty until `renew` is called."""
+        """Return a folder that leads nowhere until `renew` is called."""
         return cls(os.open("/dev/null", os.O_PATH | os.O_CLOEXEC), path)
 
     @classmethod

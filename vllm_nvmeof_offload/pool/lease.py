@@ -127,7 +127,7 @@ class DirectoryLock:
         """Unlock. Errors do not matter: the flock ends with this process."""
         if self.fd >= 0:
             with contextlib.suppress(OSError):
-                # A prober that is starting or exiting also has the descriptor.
+                # A prober that is starting or exiting also holds the descriptor.
                 fcntl.flock(self.fd, fcntl.LOCK_UN)
             self.abandon()
 
@@ -139,7 +139,7 @@ def is_locked(directory: Path) -> bool:
     except FileNotFoundError:
         return False
     try:
-        # Release the shared lock at once: a server that starts while it is held finds the
+        # Release the shared lock immediately: a server that starts in the meantime would find the
         # directory taken.
         if not try_flock(fd, fcntl.LOCK_SH):
             return True
@@ -188,7 +188,7 @@ def boot_ns() -> int:
 
 def boot_id() -> bytes:
     """Return 16 bytes that identify the running kernel; containers on one machine share them. Host
-    names prove nothing, because two machines may have the same one."""
+    names prove nothing, because two machines may have the same name."""
     try:
         return uuid.UUID(Path("/proc/sys/kernel/random/boot_id").read_text().strip()).bytes
     except (OSError, ValueError):
@@ -388,7 +388,7 @@ class Permit:
         return not self._word.value
 
     def grant(self, until_ns: int) -> None:
-        """Let writes start before `until_ns`. Only a claim revives a lost permit."""
+        """Allow writes to start before `until_ns`. Only a claim revives a lost permit."""
         self._word.value = until_ns
 
     def lose(self) -> None:

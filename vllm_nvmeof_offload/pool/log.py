@@ -78,7 +78,7 @@ class LogHead(NamedTuple):
 
 
 def _pages(fd: int, pages: int) -> Iterator[tuple[int, bytes]]:
-    """Yield each page of a log with its position, as far as the file goes."""
+    """Yield each page of a log with its position, up to the end of the file."""
     with mmap.mmap(-1, _PAGES_AT_ONCE * PAGE_BYTES) as raw:  # aligned for O_DIRECT
         for first in range(0, pages, _PAGES_AT_ONCE):
             size = min(_PAGES_AT_ONCE, pages - first) * PAGE_BYTES

@@ -272,8 +272,8 @@ def _foreign_error(path: Path, page: LeasePage) -> PoolLockedError:
 
 
 def _have_settled(regions: Sequence[Region]) -> bool:
-    """Wait until the pages show which claims won, and return whether all of ours did. If not, or if
-    a page cannot be read (OSError), release all claims."""
+    """Wait until the pages show which claims have won. Return whether all of ours have. If not, or
+    if a page cannot be read (OSError), release all claims."""
     leases = [region.lease for region in regions]
     are_ours = False
     try:
@@ -287,7 +287,7 @@ def _have_settled(regions: Sequence[Region]) -> bool:
 
 
 class _EndingError(Exception):
-    """The holder of a directory is exiting; wait for the directory."""
+    """The holder of a directory is exiting, so the caller must wait for the directory."""
 
 
 def _candidates(spec: PoolSpec, space: Path) -> Iterable[int]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A configuration as checked on this machine, by a starting server and by `config check`. All
+"""A configuration that was checked on this machine, by a starting server or by `config check`. All
 checks run, so that a user sees every error at once."""
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Configured:
 
     @contextlib.contextmanager
     def collecting(self) -> Iterator[None]:
-        """Append a ConfigError that the with-block raises to the errors."""
+        """Append any ConfigError that the with-block raises to the errors."""
         try:
             yield
         except ConfigError as error:
@@ -146,7 +146,8 @@ def _check_listen(found: Configured, key: str, listen: str, *, take_port: bool) 
 
 
 def _why_no_listening(address: str) -> tuple[bool, str]:
-    """Bind to `HOST:PORT`. Return whether the port is taken, and an error ("" if bound)."""
+    """Try to bind to `HOST:PORT`. Return whether the port is taken, and an error ("" on
+    success)."""
     host, _, port = address.rpartition(":")
     host = "" if host == "*" else host.strip("[]")
     try:

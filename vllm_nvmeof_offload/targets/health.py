@@ -103,7 +103,7 @@ class TargetHealth:
             self._judge()
 
     def ended(self, attachment: int, outcome: Outcome, place: int, *, is_write: bool) -> None:
-        """Apply an outcome. Deadlines and cancellations say nothing about the target."""
+        """Apply an outcome. Deadlines and cancellations do not count against the target."""
         if attachment != self.attachment:
             return
         run = self._runs[is_write]

@@ -8,12 +8,13 @@ findings to the pipeline's thread, which runs `Attachments`, the only code that 
 
 When the kernel has released all operations of a target that is gone, the target's descriptors and
 lock are closed, so that the file system can be unmounted: a dead xfs cannot be mounted again while
-a process holds the old mount. A prober starts at once when the mount table changes, otherwise after
-`PROBE_S_MIN` seconds; each failure doubles the interval, up to `PROBE_S_MAX`. The prober claims the
-rank directory, compares the superblock (uuid, geometry, epoch), reads a page of the slab, updates a
-superblock that missed a reset, and passes on its descriptors. Later operations belong to a new
-*attachment*; outcomes of older attachments no longer count. A suspect target is probed in the same
-way, but is reattached only if a different file system is mounted there than the hung one.
+a process holds the old mount. A prober starts immediately when the mount table changes, otherwise
+after `PROBE_S_MIN` seconds; each failure doubles the interval, up to `PROBE_S_MAX`. The prober
+claims the rank directory, compares the superblock (uuid, geometry, epoch), reads a page of the
+slab, updates a superblock that missed a reset, and passes on its descriptors. Later operations
+belong to a new *attachment*; outcomes of older attachments no longer count. A suspect target is
+probed in the same way, but is reattached only if a different file system is mounted there than the
+hung one.
 
 Files are closed on separate threads, because a close can block, and only when no operation uses
 them, because a closed descriptor's number is soon reused.
@@ -350,7 +351,7 @@ class TargetWatcher:
             return
         if request is None or len(search.abandoned) >= _ABANDONED_MAX:
             return
-        # While one prober hangs, another would too, unless the mount has changed.
+        # While one prober hangs, another one would hang too, unless the mount has changed.
         if not search.changed and (search.abandoned or now_s < search.next_s):
             return
         search.changed, search.next_s = False, now_s + search.wait_s

@@ -98,13 +98,14 @@ def _check_others(others: list[dict[str, Any]]) -> None:
             raise ConfigError("connectors", name, f"{reason}; {_EITHER}")
 
 
-# -- whether the user named kv_load_failure_policy ----------------------------------------
+# -- whether the user set kv_load_failure_policy ----------------------------------------
 
 _FIELD = "kv_load_failure_policy"
 
 
 class _Marked(str):
-    """A marked string: in the dataclass field, the default; in an object, a user's value."""
+    """A marked string, which is the default in the dataclass field and a user's value in an
+    object."""
 
     __slots__ = ()
 
@@ -239,7 +240,8 @@ def _is_ours(vllm_config: Any) -> bool:
 
 
 def complete(vllm_config: Any) -> None:
-    """Complete a configuration with our connector's names. Raises ConfigError if it is refused."""
+    """Complete a configuration with our connector's names. Raises ConfigError if the configuration
+    is refused."""
     from vllm.config import KVTransferConfig
 
     vllm_release.refuse_different()
@@ -341,7 +343,8 @@ def _take_connector(transfer: Any) -> None:
 
 
 def take_size(extra: dict[str, Any], size_gib: float | None) -> str:
-    """Set `staging_bytes` in `extra` if it is missing; return the option that determines it."""
+    """Set `staging_bytes` in `extra` if it is missing. Return the option that determines its
+    value."""
     if "staging_bytes" in extra:
         return "staging_bytes"
     if size_gib is not None:

@@ -177,7 +177,7 @@ class Deployment:
         return tuple(why for source in self._sources() if (why := self._why_replaced(source)))
 
     def _sources(self) -> list[ModelSource]:
-        """Return each source once; a drafter may be contained in the model's files."""
+        """Return each source once, because a drafter may be part of the model's files."""
         return list(dict.fromkeys(s for s in (self.source, self.drafter) if s is not None))
 
     def _why_replaced(self, source: ModelSource) -> str:
@@ -207,7 +207,7 @@ def note_weights(vllm_config: Any, extra: MutableMapping[str, Any]) -> None:
 
 
 def process_began_s() -> float:
-    # The second field, the command's name, may contain spaces; the start is the 22nd field.
+    # The second field, the command's name, may contain spaces. The start time is the 22nd field.
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[19]) / os.sysconf("SC_CLK_TCK")
     return time.time() - age_s

@@ -93,7 +93,8 @@ def specs_of(group: Any) -> dict[str, Any]:
 
 
 def offloaded(kv_cache_config: Any) -> list[Any]:
-    """Return the KV cache groups that vLLM offloads; blocks of others cannot be found by hash."""
+    """Return the KV cache groups that vLLM offloads. The blocks of other groups cannot be found by
+    hash."""
     groups = kv_cache_config.kv_cache_groups
     return [groups[group_id] for group_id in get_offloading_group_ids(kv_cache_config)]
 
@@ -273,7 +274,7 @@ def keep_boundaries(
     not exist yet. `asked` is the configured `boundary_tokens`.
     """
     unit = unit_tokens(groups)
-    # Chunks of all groups end together only at common multiples of their lengths.
+    # The chunks of all groups end at the same token only at common multiples of their lengths.
     scheduler.config = scheduler.config._replace(alignment_tokens=unit)
     if not any(group.kind in SPARSE for group in groups):
         return 0

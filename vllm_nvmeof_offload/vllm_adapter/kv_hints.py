@@ -71,7 +71,8 @@ class Advice:
     retention_answer: str = ""
 
     def together(self, other: Advice) -> Advice:
-        """Combine with `other`: keep this advice's helpers and retention, and `other`'s answers."""
+        """Combine two pieces of advice: keep the helpers and retention of this one, and the answers
+        of `other`."""
         return replace(
             self,
             prefetch=self.prefetch or other.prefetch,

@@ -101,7 +101,8 @@ def _unpickled(helpers: int | None, op: int, *columns: bytes) -> CommandSpec:
 class _RequestState:
     """The state of a request. `used` lists the chunks of its jobs. `loaded` has the chunks of its
     last load and, with several groups, `ends` has the tokens up to the end of each. `refused` has
-    chunks that found no room; while there are any, `offered` has all offered since the first."""
+    the chunks that found no room; while there are any, `offered` has all chunks offered since the
+    first of them."""
 
     used: list[Collection[bytes]]
     refused: set[bytes] = field(default_factory=set, init=False)
@@ -263,7 +264,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        # vLLM will store no more chunks of the request.
+        # vLLM will not store any more chunks of the request.
         self.suspension.ended(req_context.req_id)
         if self._boundaries is not None:
             self._boundaries.ended(req_context.req_id)
@@ -375,7 +376,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
         return self._core is not None and bool(self._core.changed_keys)
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """Yield a bounded number of events for chunks that entered or left a tier, oldest first."""
+        """Yield a limited number of events for chunks that entered or left a tier, oldest first."""
         for change in self._core.take_changes() if self._core is not None else ():
             yield OffloadingEvent(
                 keys=[OffloadKey(key) for key in change.keys],
@@ -505,7 +506,7 @@ class NVMeoFOffloadingManager(OffloadingManager):
     def get_stats(self) -> OffloadingConnectorStats | None:
         if self._core is None:
             return None
-        # Most steps change only times, which are exported periodically.
+        # Most steps change only timings, which are exported periodically.
         self._count_look_ups()
         activity, now_s = self._core.activity(), self._clock()
         quiet = not self._export_due and activity == self._activity_seen

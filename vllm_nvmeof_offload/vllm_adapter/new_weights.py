@@ -312,7 +312,7 @@ class PausedTiers:
         return self.undecided
 
     def give_up(self) -> None:
-        """Stop keeping the tiers; a reset must follow."""
+        """Stop preserving the tiers; a reset must follow."""
         self.undecided = self._is_read = False
 
     def compare(self) -> bool:
@@ -365,7 +365,7 @@ def _watch(parent: int) -> None:
 
 @contextlib.contextmanager
 def logged_in_one_line() -> Iterator[None]:
-    """Log an `OffloadError` in one line and re-raise it, because vLLM adds long tracebacks."""
+    """Log an `OffloadError` in one line and reraise it, because vLLM adds long tracebacks."""
     try:
         yield
     except OffloadError as error:

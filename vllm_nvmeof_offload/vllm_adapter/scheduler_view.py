@@ -179,7 +179,7 @@ class SchedulerView:
     # -- stores -------------------------------------------------------------------------
 
     def store_again(self) -> None:
-        """Make requests with failed loads store the chunks that they compute instead of loading.
+        """Make requests with failed loads store the chunks that they now compute instead.
 
         vLLM counts the chunks of a planned load as stored. When this is called, a request's
         computed tokens end before the first failure, or are 0 if the request was reported instead

@@ -53,7 +53,7 @@ _STORED_TOKENS = 2 * _PER_CHUNK * _BLOCK_TOKENS
 _ANSWER_TOKENS = 2
 #: The total size of the CPU tier and the stream slots, too small for the chunks of three prompts.
 _STAGING_BYTES = 64 * KIB
-#: A limit that only a hanging test reaches: a test takes less than 2 s on an idle machine.
+#: A limit that only a test that hangs can reach: a test takes less than 2 s on an idle machine.
 _LIMIT_S = 20.0
 
 _running = False

@@ -19,7 +19,7 @@ from vllm_nvmeof_offload.manager.handshake import Agreement
 from vllm_nvmeof_offload.native import Foreign
 from vllm_nvmeof_offload.protocol import RankHello
 
-#: The reason why a server without identified weights or hashes shares nothing.
+#: The reason why a server whose weights or hashes cannot be identified shares nothing.
 NAMELESS = "its weights or block hashes have no name that other servers know"
 
 

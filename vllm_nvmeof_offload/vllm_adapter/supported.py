@@ -180,7 +180,7 @@ def _judge_states(vllm_config: Any, groups: list[Any]) -> None:
 
 
 def _ignores_loaded_kv(vllm_config: Any) -> bool:
-    """Return whether vLLM computes the rest of a prompt without reading the KV before it.
+    """Return whether vLLM computes the rest of a prompt without reading the KV that precedes it.
 
     The CPU kernel for latent attention does. vLLM 0.32 therefore disables chunked prefill and
     prefix caching, but still accepts a connector's tokens.

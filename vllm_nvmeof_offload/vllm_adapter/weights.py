@@ -327,7 +327,8 @@ class ModelSource:
         return Path(self.model).exists()
 
     def identity(self) -> dict[str, str]:
-        """Return facts about the content, not the path, so that equal weights compare equal."""
+        """Return facts about the content rather than the path, so that equal weights compare
+        equal."""
         path = Path(self.model)
         if not self.local:
             return {"model": self.model, "weights": f"revision:{self.commit}"}
@@ -417,7 +418,8 @@ class Adapters:
         return known is not None and known[0] == lora.lora_int_id
 
     def note(self, lora: Any, stamp: str) -> bool:
-        """Record the load of an adapter. Return whether stored chunks may come from other files."""
+        """Record the load of an adapter. Return whether stored chunks may have been computed with
+        other files."""
         name = (lora.lora_name, lora.lora_path)
         known = self._known.get(name)
         forgotten = known is None and len(self._known) >= self._max

@@ -211,7 +211,7 @@ class NVMeoFOffloadingWorker(OffloadingWorker):
             self._hand_over()
 
     def _hand_over(self) -> None:
-        """Hand over the submitted jobs, with the fence after which they may touch GPU blocks."""
+        """Hand over the submitted jobs, with the fence after which they may access GPU blocks."""
         transfers, self._transfers = self._transfers, []
         helpers, self._helpers = self._helpers, {}
         if transfers:

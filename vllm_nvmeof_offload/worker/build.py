@@ -66,7 +66,7 @@ class RankIdentity:
     keyspace: Keyspace
     rank: int
     world_size: int
-    #: Reasons why no start may adopt this rank's chunks; empty if adoption is allowed.
+    #: Reasons why no later start may adopt this rank's chunks; empty if adoption is allowed.
     volatile: tuple[str, ...] = ()
     replica: Replica = field(default_factory=Replica)
 
@@ -195,7 +195,7 @@ def _transfer_limits(
     target_count = pool.target_count if pool else 1
 
     # Allow twice as many operations as the engine works on, because a completed operation is
-    # replaced only in the next turn of the pipeline's thread. Allow no more: deadlines run from
+    # replaced only in the next turn of the pipeline's thread. Do not allow more: deadlines run from
     # submission, and time in the engine's queue must not make a target look hung.
     by_threads = "threads" in io.name
     at_work = tuning.io_threads if by_threads else tuning.io_depth * target_count

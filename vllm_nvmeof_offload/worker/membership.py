@@ -32,7 +32,7 @@ _WELCOME = b"welcome"
 
 
 class NoSetError(Exception):
-    """A failure of a set's ranks to share memory. The message names the cause."""
+    """The ranks of a set could not share memory. The message names the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +157,7 @@ def _follow(layout: SetLayout, member: int, end_s: float) -> int:
 def _socket(end_s: float) -> socket.socket:
     """Create a socket that times out at `end_s`. Raises TimeoutError if it has passed."""
     left_s = _left(end_s)
-    # SOCK_SEQPACKET keeps messages whole and reports the end of the connection at once.
+    # SOCK_SEQPACKET keeps messages whole and reports the end of the connection immediately.
     made = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     made.settimeout(left_s)
     return made

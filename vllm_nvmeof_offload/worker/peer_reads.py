@@ -135,7 +135,7 @@ class Peering:
         return rests
 
     def hand_over(self, machine: Machine) -> None:
-        """Start copies into cache slots, and cancel reads that no load needs any more."""
+        """Start copies into cache slots, and cancel reads that no load needs any longer."""
         if (landing := machine.take_landings()) is not None:
             number, rows = landing
             ticket = self._peers.landing.submit(Direction.LOAD, rows, None)
@@ -259,7 +259,7 @@ class Serving:
         """`memory` holds the serve slots. `find_region` finds other engines' regions."""
         self._machine, self._serve, self._memory, self._clock = machine, serve, memory, clock
         self._find_region = find_region
-        #: The groups by chunk length. Any group with the right length will do.
+        #: The groups by chunk length. Any group with the right length is suitable.
         self._groups = {size: group for group, size in enumerate(group_bytes)}
         self._refused: list[Served] = []
 

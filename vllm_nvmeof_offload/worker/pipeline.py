@@ -250,7 +250,7 @@ class TransferPipeline:
     # -- progress ---------------------------------------------------------------------
 
     def step(self) -> None:
-        """Advance everything that can advance now."""
+        """Advance everything that can make progress now."""
         self._machine.set_time(self._clock())
         if self._serving is not None:  # first, to cancel reads before they complete
             self._serving.take_in(self._tag)
@@ -322,12 +322,14 @@ class TransferPipeline:
 
     def await_set(self, fds: Sequence[int], seconds: float) -> bool:
         """Wait until another member of the set makes progress, one of `fds` is readable, or
-        `seconds` have passed. Return False at once if no other member can cause an event. The set's
-        shared memory is polled every 200 µs, because other members cannot wake this process."""
+        `seconds` have passed. Return False immediately if no other member can cause an event. The
+        set's shared memory is polled every 200 µs, because other members cannot wake this
+        process."""
         return self.in_set and self._machine.await_set(fds, seconds)
 
     def leave_set(self) -> None:
-        """Announce that this rank leaves the set, so that members waiting for it fail at once."""
+        """Announce that this rank is leaving the set, so that members waiting for it fail
+        immediately."""
         if self.in_set:
             self._machine.leave_set()
 
@@ -356,7 +358,7 @@ class TransferPipeline:
             self._machine.ended(ended)
 
     def _drive_lanes(self) -> None:
-        """Let the machine drive the lanes until nothing advances any more."""
+        """Let the machine drive the lanes until nothing more can advance."""
         machine = self._machine
         self._set_targets()
         ahead_s = 0.0 if self._in_python else self._clock() - time.monotonic()
@@ -400,7 +402,7 @@ class TransferPipeline:
         self._set_targets()
 
     def _set_targets(self) -> None:
-        """Pass changed target states to the machine. Other threads change them too."""
+        """Pass changed target states to the machine. Other threads also change them."""
         for target, health in enumerate(self._health):
             found = health.verdict, health.attachment
             if found != self._known[target]:
@@ -456,7 +458,7 @@ class TransferPipeline:
         self._machine.copied(batch, code_of(outcome.kind), outcome.errno, crcs)
 
     def _add_crcs(self, payloads: Payloads, sampled: npt.NDArray[np.uint8]) -> None:
-        """Compute the needed CRCs that the copy engine did not compute."""
+        """Compute those needed CRCs that the copy engine did not compute."""
         for at in ((payloads.crcs < 0) & (sampled > 0)).nonzero()[0].tolist():
             payloads.crcs[at] = self._crc_of(int(payloads.addresses[at]), int(payloads.sizes[at]))
 

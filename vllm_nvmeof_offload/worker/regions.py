@@ -205,7 +205,7 @@ class RegionFiles:
             self._background.run(object(), partial(self._run, command, targets))
 
     def take(self) -> list[OpenRegions]:
-        """Take the answers received since the last call. The caller must close their files."""
+        """Return the answers received since the last call. The caller must close their files."""
         return _drained(self._answers)
 
     def close(self, regions: Iterable[ForeignSlab]) -> None:
@@ -339,7 +339,7 @@ class RegionFiles:
         return ForeignSlab(fd, found.place(0).region_uuid, found.rank)
 
     def _close(self, fds: Iterable[int], known: bool = False) -> None:
-        """Close these descriptors. With `known`, close even those that are not in `_open_fds`."""
+        """Close these descriptors. With `known`, also close those that are not in `_open_fds`."""
         for fd in fds:
             with self._lock:
                 if not known and fd not in self._open_fds:
