@@ -59,13 +59,11 @@ Targets = Annotated[
     list[Path] | None,
     typer.Option("--target", help="Target directory; repeatable. Default: the configured targets."),
 ]
-Which = Annotated[
-    str,
-    typer.Argument(
-        metavar="KEYSPACE|DIR",
-        help="A keyspace or its first digits, or the directory of a keyspace, engine or rank.",
-    ),
-]
+_WHICH = typer.Argument(
+    metavar="KEYSPACE|DIR",
+    help="A keyspace or its first digits, or the directory of a keyspace, engine or rank.",
+)
+Which = Annotated[str, _WHICH]
 MaybeWhich = Annotated[
     str | None,
     typer.Argument(
@@ -442,9 +440,15 @@ def check_pools(
 
 
 @pool_app.command("rm")
-def remove_pool(
-    which: Which,
+def remove_pools(
+    which: Annotated[str | None, _WHICH] = None,
     target: Targets = None,
+    unused_for: Annotated[
+        str | None,
+        typer.Option(
+            help="Remove all pools that no server has used for this time, such as 14d or 12h."
+        ),
+    ] = None,
     salt: Annotated[
         str | None,
         typer.Option(
@@ -455,31 +459,24 @@ def remove_pool(
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Remove a pool unless a server is using it. Delete only files created by this program."""
-    from vllm_nvmeof_offload.commands.pool import show
+    """Remove a pool, or all pools that are no longer used, for example after a vLLM upgrade.
 
+    List the directories and ask first. Never remove a pool that a server is using, and delete only
+    files created by this program. With --unused-for, name all of a pool's targets in one call.
+    """
+    from vllm_nvmeof_offload.commands.pool import show
+    from vllm_nvmeof_offload.errors import PoolError
+
+    if unused_for is not None:
+        if which is not None or salt is not None:
+            raise PoolError("pool rm: give --unused-for without a pool and without --salt")
+        show.remove_unused(target, unused_for, yes, as_json)
+        return
+    if which is None:
+        raise PoolError("pool rm: name a pool, as listed by pool ls, or give --unused-for")
     if salt == "-":
         salt = sys.stdin.readline().rstrip("\n")
     raise typer.Exit(show.remove(show.choose(target, which), yes, as_json, salt))
-
-
-@pool_app.command("prune")
-def prune_pools(
-    unused_for: Annotated[
-        str, typer.Option(help="Minimum time without use by a server, such as 14d or 12h.")
-    ],
-    target: Targets = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Remove the pools that no server has used for some time, for example after a vLLM upgrade.
-
-    List the directories and ask first. Never remove a pool that a server is using or reading, and
-    delete only files created by this program. Name all of a pool's targets in one call.
-    """
-    from vllm_nvmeof_offload.commands.pool import show
-
-    show.prune(target, unused_for, yes, as_json)
 
 
 @pool_app.command()

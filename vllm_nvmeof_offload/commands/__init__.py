@@ -26,7 +26,7 @@ __all__ = ["EPILOG", "EXIT_CODES", "FAILED", "Commands", "plain_console", "print
 EXIT_CODES = {
     0: "success; nothing needs attention",
     1: "doctor: works, but slower or less resilient than it could be; pool check: all damage was "
-    "repaired; pool rm, pool prune: not confirmed, or chunks with an unknown salt remain; try: the "
+    "repaired; pool rm: not confirmed, or chunks with an unknown salt remain; try: the "
     "prompt was not loaded, or the answers differ; bench --check, demo: a goal was missed",
     2: "failure: an option, a configuration or a file was rejected, or the command failed; "
     "doctor: something cannot run",

@@ -372,11 +372,11 @@ def test_ls_and_doctor_name_keyspaces_that_no_server_uses(tmp_path: Path) -> Non
     assert (old["vllm"], new["vllm"]) == ("0.31.2", None)
     assert shown.count(" days ago") == 1
     assert f"1 of the keyspaces, {format_bytes(old['disk_bytes'])}, unused for 14 days" in shown
-    assert f"pool prune --unused-for 14d --target {tmp_path}" in shown
+    assert f"pool rm --unused-for 14d --target {tmp_path}" in shown
     *_, finding = check_regions(str(tmp_path))
     assert (finding.check, finding.severity.name) == ("unused_pools", "WARNING")
     assert keyspace in finding.evidence
-    assert f"pool prune --unused-for 14d --target {tmp_path}" in finding.remedy
+    assert f"pool rm --unused-for 14d --target {tmp_path}" in finding.remedy
     with (directory / "slab").open("rb"):
         used = {
             one["model"]: one["unused_s"] for one in run_json("ls", "--target", tmp_path)["pools"]
@@ -394,59 +394,68 @@ def test_a_pool_cannot_control_the_terminal(tmp_path: Path) -> None:
         assert "\x1b" not in shown and "a\\x1b[2J" in shown
 
 
-def test_prune_removes_only_what_was_unused_for_so_long(tmp_path: Path) -> None:
+def test_rm_removes_only_what_was_unused_for_so_long(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     write_pool(a, b)
     old = write_old_pool(a, b)
     words = ["--target", a, "--target", b]
-    assert "nothing to remove" in run("prune", "--unused-for", "21d", *words).stdout
-    assert run_json("prune", "--unused-for", "21d", *words) == {"removed": []}
-    assert "--yes" in refused("prune", "--unused-for", "14d", *words, "--json")
-    result = run("prune", "--unused-for", "14d", *words, code=1, input="n\n")
+    assert "nothing to remove" in run("rm", "--unused-for", "21d", *words).stdout
+    assert run_json("rm", "--unused-for", "21d", *words) == {"removed": []}
+    assert "--yes" in refused("rm", "--unused-for", "14d", *words, "--json")
+    result = run("rm", "--unused-for", "14d", *words, code=1, input="n\n")
     assert "old-model" in result.stderr
     assert "tiny-model" not in result.stderr
     assert "Remove these 2 directories?" in result.stderr
     assert all(map(Path.exists, old))
-    removed = run_json("prune", "--unused-for", "14d", "--yes", *words)["removed"]
+    removed = run_json("rm", "--unused-for", "14d", "--yes", *words)["removed"]
     assert [one["directory"] for one in removed] == list(map(str, old))
     assert [one["model"] for one in run_json("ls", *words)["pools"]] == ["tiny-model"]
     assert adopted(a, b) == STORED
 
 
-def test_a_keyspace_with_one_part_in_use_is_not_pruned(tmp_path: Path) -> None:
+def test_a_keyspace_with_one_part_in_use_is_not_removed_as_unused(tmp_path: Path) -> None:
     a, b = tmp_path / "a", tmp_path / "b"
     first, _ = write_old_pool(a, b)
     words = ["--unused-for", "14d", "--yes", "--target", a, "--target", b]
     age(first, 1)
-    assert run_json("prune", *words) == {"removed": []}
+    assert run_json("rm", *words) == {"removed": []}
     age(first, 20)
     with (first / "slab").open("rb"):
-        assert run_json("prune", *words) == {"removed": []}
+        assert run_json("rm", *words) == {"removed": []}
     write_pool(a)
     with server(a) as child:
         (held,) = (one for one in a.rglob("lease") if KEYSPACE.digest in str(one))
         age(held.parent, 20)
-        removed = run_json("prune", *words)["removed"]
+        removed = run_json("rm", *words)["removed"]
         assert all(KEYSPACE.digest not in one["directory"] for one in removed)
         assert child.poll() is None
     assert adopted(a) == STORED
 
 
-def test_prune_leaves_what_is_not_proven_ours(tmp_path: Path) -> None:
+def test_rm_leaves_what_is_not_proven_ours(tmp_path: Path) -> None:
     (directory,) = write_old_pool(tmp_path)
     write_pool(tmp_path)
     (other,) = (one.parent for one in tmp_path.rglob("lease") if KEYSPACE.digest in str(one))
     age(other, 20)
     (directory / "superblock").write_bytes(b"something else")
-    result = run("prune", "--unused-for", "14d", "--yes", "--target", tmp_path)
+    result = run("rm", "--unused-for", "14d", "--yes", "--target", tmp_path)
     assert f"left: {directory} has no superblock of this program" in result.stderr
     assert [one.name for one in tmp_path.iterdir()] == [directory.parents[1].name]
 
 
 @pytest.mark.parametrize("text", ["14", "-1d", "0d", "two weeks"])
-def test_prune_refuses_what_is_no_duration(tmp_path: Path, text: str) -> None:
+def test_rm_refuses_what_is_no_duration(tmp_path: Path, text: str) -> None:
     write_old_pool(tmp_path)
-    assert "--unused-for" in refused("prune", f"--unused-for={text}", "--target", tmp_path, "--yes")
+    assert "--unused-for" in refused("rm", f"--unused-for={text}", "--target", tmp_path, "--yes")
+    assert list(tmp_path.iterdir())
+
+
+def test_rm_needs_a_pool_or_a_time_but_not_both(tmp_path: Path) -> None:
+    write_old_pool(tmp_path)
+    assert "--unused-for" in refused("rm", "--target", tmp_path, "--yes")
+    for more in (KEYSPACE.digest, "--salt=a"):
+        words = ("rm", more, "--unused-for", "14d", "--target", tmp_path, "--yes")
+        assert "without" in refused(*words)
     assert list(tmp_path.iterdir())
 
 

@@ -247,7 +247,7 @@ def check_regions(target: str) -> list[Finding]:
         size = sum(one.disk_bytes for one in surveyed if one.directory.keyspace in old)
         days, names = f"{UNUSED_S / 86400:.0f}", ", ".join(one[:12] for one in old)
         evidence = f"no server has used {names} ({format_bytes(size)}) for {days} days"
-        remedy = f"vllm-nvmeof pool prune --unused-for {days}d --target {shlex.quote(target)}"
+        remedy = f"vllm-nvmeof pool rm --unused-for {days}d --target {shlex.quote(target)}"
         findings.append(warning("unused_pools", evidence, remedy))
     return findings
 

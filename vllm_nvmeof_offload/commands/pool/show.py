@@ -301,7 +301,7 @@ def print_pools(given: Sequence[Path] | None, regions: bool, as_json: bool) -> N
         days = f"{UNUSED_S / _DAY_S:.0f}"
         _print("", f"{len(old)} of the keyspaces, {format_bytes(size)}, unused for {days} days:")
         named = "".join(f" --target {shlex.quote(str(target))}" for target in given or ())
-        _print(f"    vllm-nvmeof pool prune --unused-for {days}d{named}")
+        _print(f"    vllm-nvmeof pool rm --unused-for {days}d{named}")
 
 
 def _print_no_pools(targets: Sequence[Path]) -> None:
@@ -382,8 +382,8 @@ def print_reports(reports: Sequence[Report], as_json: bool) -> int:
     return exit_code(reports)
 
 
-def prune(given: Sequence[Path] | None, unused_for: str, yes: bool, as_json: bool) -> None:
-    """Run `pool prune`: remove the keyspaces that no server has used for `unused_for`.
+def remove_unused(given: Sequence[Path] | None, unused_for: str, yes: bool, as_json: bool) -> None:
+    """Run `pool rm --unused-for`: remove the keyspaces that no server has used for `unused_for`.
 
     Keyspaces with files that may not be ours are reported and kept. Raises ConfigError for an
     invalid duration, and the errors of `offline.remove`.
@@ -439,8 +439,8 @@ def _remove_salt(parts: Sequence[Surveyed], yes: bool, as_json: bool, salt: str)
         typer.echo(f"overwrote {one.removed} slots in {one.directory}")
     if unknown:
         typer.echo(
-            f"{unknown} other slots hold chunks with an unknown salt, because an earlier release "
-            "stored the chunks, their keys have more than 42 bytes, or they are damaged. Some may "
+            f"{unknown} other slots hold chunks with an unknown salt, because their keys have "
+            "more than 42 bytes, or they are damaged. Some may "
             "have this salt. `vllm-nvmeof pool rm` without --salt removes all chunks",
             err=True,
         )
