@@ -43,11 +43,11 @@ COLUMNS_MAX = 100
 #: Files and lines of Python and C++. They may fall (lower the number then), and a commit that
 #: raises one gives the reason.
 PRODUCT_FILES_MAX = 171
-PRODUCT_LINES_MAX = 44_710
+PRODUCT_LINES_MAX = 44_700
 BENCH_FILES_MAX = 56
 BENCH_LINES_MAX = 14_340
-TESTS_FILES_MAX = 303
-TESTS_LINES_MAX = 81_290
+TESTS_FILES_MAX = 301
+TESTS_LINES_MAX = 77_080
 #: A count below its maximum by more than this share means that the maximum has to be lowered.
 SLACK = 0.02
 

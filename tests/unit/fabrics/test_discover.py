@@ -13,13 +13,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.unit.fabrics.trees import UUID, Tree, local_nvme, one_path, two_paths
+from tests.unit.fabrics.trees import UUID, Tree, one_path, two_paths
 from tests.unit.fabrics.trees import without_multipath as without_native_multipath
 from vllm_nvmeof_offload.commands.doctor.examine import outline
 from vllm_nvmeof_offload.commands.doctor.host import link_bytes_per_s, nics_of
 from vllm_nvmeof_offload.commands.doctor.judge import can_do_io, judge_paths
-from vllm_nvmeof_offload.fabric import OFF, discover, parse_cpus, read_machine, read_states
-from vllm_nvmeof_offload.mounts import Mount, mount_of, parse_mountinfo, read_mounts
+from vllm_nvmeof_offload.fabric import OFF, parse_cpus, read_machine, read_states
+from vllm_nvmeof_offload.mounts import Mount, mount_of, parse_mountinfo
 
 
 def test_two_paths_to_one_namespace(tree: Tree) -> None:
@@ -46,48 +46,6 @@ def test_a_kernel_without_native_multipath(tree: Tree) -> None:
     ]
 
 
-def test_paths_of_other_heads_are_not_taken(tree: Tree) -> None:
-    first, _ = two_paths(tree)
-    tree.path(first, "nvme0c0n2", "inaccessible")
-    tree.path(first, "nvme1c0n1", "inaccessible")
-    assert {one.ana_state for one in tree.discover().namespaces[0].paths} == {"optimized"}
-
-
-def test_a_controller_that_connects_has_no_path_yet(tree: Tree) -> None:
-    _, second = two_paths(tree)
-    (second / "nvme0c1n1/ana_state").unlink()
-    (second / "nvme0c1n1/ana_grpid").unlink()
-    (second / "nvme0c1n1").rmdir()
-    (second / "state").write_text("connecting\n")
-    (namespace,) = tree.discover().namespaces
-    assert [one.name for one in namespace.paths] == ["nvme0c0n1"]
-    assert [one.state for one in namespace.subsystem.controllers] == ["live", "connecting"]
-
-
-def test_local_pcie_nvme(tree: Tree) -> None:
-    local_nvme(tree)
-    fabric = tree.discover()
-    assert not fabric.over_fabric
-    assert fabric.is_remote is False
-    (controller,) = fabric.controllers
-    assert (controller.transport, controller.traddr) == ("pcie", "0000:01:00.0")
-    assert controller.ctrl_loss_tmo is None
-    assert controller.pcie is not None
-    assert (controller.pcie.speed, controller.pcie.width, controller.pcie.numa_node) == (16.0, 4, 0)
-
-
-def test_a_plain_disk_through_a_partition(tree: Tree) -> None:
-    tree.partition(tree.disk("sda", "8:0"), "8:1")
-    tree.mount("/mnt/kv", "8:1")
-    fabric = tree.discover()
-    assert [(one.name, one.kind, one.over) for one in fabric.devices] == [
-        ("sdap1", "partition", ("sda",)),
-        ("sda", "disk", ()),
-    ]
-    assert fabric.devices[0].limits.logical_block_bytes == 512
-    assert fabric.namespaces == ()
-
-
 def test_device_mapper_over_two_namespaces_and_a_partition(tree: Tree) -> None:
     two_paths(tree)
     subsystem = tree.sysfs / "devices/virtual/nvme-subsystem/nvme-subsys0"
@@ -110,12 +68,6 @@ def test_no_block_device_and_no_mount_table(tree: Tree) -> None:
     assert tree.discover().mount is None
 
 
-def test_a_mounted_device_that_is_gone(tree: Tree) -> None:
-    tree.mount("/mnt/kv", "259:9", "/dev/nvme0n1")
-    assert tree.discover().device_gone
-    assert not discover("/mnt/kv", "/nowhere", str(tree.mountinfo)).device_gone
-
-
 @pytest.mark.parametrize(
     ("attributes", "tls", "dhchap"),
     [
@@ -132,22 +84,6 @@ def test_security_as_far_as_it_is_shown(
     fabric = tree.discover()
     assert (fabric.controllers[0].tls, fabric.controllers[0].dhchap) == (tls, dhchap)
     assert "c2VjcmV0" not in json.dumps(asdict(fabric))
-
-
-@pytest.mark.parametrize(
-    ("address", "found"),
-    [
-        ("traddr=fe80::1%eth1,trsvcid=4420,host_iface=eth1", ("fe80::1%eth1", None, "eth1")),
-        ("traddr=10.0.0.2,src_addr=10.0.0.1", ("10.0.0.2", "10.0.0.1", None)),
-        ("garbage", ("garbage", None, None)),
-        ("", (None, None, None)),
-        ("=,,=x,traddr=", (None, None, None)),
-    ],
-)
-def test_addresses(tree: Tree, address: str, found: tuple[str | None, ...]) -> None:
-    one_path(tree, address=address)
-    (one,) = tree.discover().controllers
-    assert (one.traddr, one.src_addr, one.host_iface) == found
 
 
 def files_of(tree: Tree) -> list[Path]:
@@ -196,14 +132,6 @@ def test_garbage_is_unknown_and_never_an_error(tmp_path: Path, data: st.DataObje
     use_all(tree)
 
 
-def test_a_stack_that_lies_on_itself_ends(tree: Tree) -> None:
-    device = tree.dm("dm-0", "253:0", [])
-    (device / "slaves/dm-0").symlink_to(device)
-    tree.mount("/mnt/kv", "253:0")
-    assert [one.name for one in tree.discover().devices] == ["dm-0"]
-    outline(tree.discover(), {})
-
-
 @pytest.mark.parametrize(
     ("file_system", "remote"),
     [("tmpfs", False), ("nfs4", True), ("wekafs", True), ("overlay", None), ("fuse.x", None)],
@@ -213,23 +141,6 @@ def test_without_a_device_the_file_system_shows_whether_it_is_remote(
 ) -> None:
     tree.mount("/mnt/kv", "0:9", file_system, file_system=file_system)
     assert tree.discover().is_remote is remote
-
-
-@pytest.mark.parametrize(
-    ("file_system", "device", "network"),
-    [
-        *((one, "0:9", False) for one in ("tmpfs", "overlay", "zfs", "btrfs")),
-        *((one, "259:1", False) for one in ("xfs", "ext4", "fuseblk")),
-        *((one, "259:1", True) for one in ("gfs2", "ocfs2")),
-        *((one, "0:9", True) for one in ("nfs4", "lustre", "wekafs", "beegfs", "virtiofs", "9p")),
-        *((one, "0:9", True) for one in ("fuse.hf3fs", "fuse.sshfs", "fuse", "a_new_one")),
-    ],
-)
-def test_what_has_no_block_device_of_this_host_may_be_mounted_by_others(
-    tree: Tree, file_system: str, device: str, network: bool
-) -> None:
-    tree.mount("/mnt/kv", device, file_system, file_system=file_system)
-    assert tree.discover().is_network_file_system is network
 
 
 NEEDS_IPV6 = pytest.mark.skipif(
@@ -294,18 +205,6 @@ def test_each_link_counts_once(tree: Tree) -> None:
     assert link_bytes_per_s(fabric, nics_of(fabric)) is None
 
 
-def test_a_local_drives_link(tree: Tree) -> None:
-    local_nvme(tree)
-    fabric = tree.discover()
-    assert link_bytes_per_s(fabric, {}) == pytest.approx(16e9 * 4 / 8 * 128 / 130)
-
-
-def test_without_any_link_no_rate_is_known(tree: Tree) -> None:
-    tree.disk("sda", "8:0")
-    tree.mount("/mnt/kv", "8:0")
-    assert link_bytes_per_s(tree.discover(), {}) is None
-
-
 def test_nodes_and_their_cpus(tree: Tree) -> None:
     tree.nodes("0-1,8", "2-3")
     machine = read_machine(str(tree.sysfs))
@@ -315,16 +214,10 @@ def test_nodes_and_their_cpus(tree: Tree) -> None:
     assert read_machine("/none").nodes == {}
 
 
-ESCAPED = " \t\n\\#"
 words = st.text(
     st.characters(exclude_categories=["Cs"], exclude_characters="\0,"), min_size=1, max_size=8
 ).filter(lambda word: word != "-")
 tags = st.text("abcdefghij:0123456789_", min_size=1, max_size=8)
-
-
-def escape(text: str) -> str:
-    """Escape as the kernel does."""
-    return "".join(f"\\{ord(one):03o}" if one in ESCAPED else one for one in text)
 
 
 @st.composite
@@ -342,66 +235,7 @@ def mounts(draw: st.DrawFn) -> Mount:
     )
 
 
-def line_of(mount: Mount, optional: list[str]) -> str:
-    before = [mount.mount_id, mount.parent_id, mount.device, escape(mount.root)]
-    before += [escape(mount.point), ",".join(mount.options), *optional]
-    after = [mount.file_system, escape(mount.source), ",".join(mount.super_options)]
-    return " ".join(map(str, before)) + " - " + " ".join(after)
-
-
-@given(st.lists(st.tuples(mounts(), st.lists(tags, max_size=3)), max_size=4))
-def test_the_kernels_escapes_are_decoded(made: list[tuple[Mount, list[str]]]) -> None:
-    text = "".join(line_of(mount, optional) + "\n" for mount, optional in made)
-    assert parse_mountinfo(text) == [mount for mount, _ in made]
-
-
 @given(st.text())
 def test_garbage_is_no_mount_and_no_error(text: str) -> None:
     for mount in parse_mountinfo(text):
         assert mount_of(mount.point, [mount]) in (mount, None)
-
-
-@given(st.lists(mounts(), max_size=6), words)
-def test_a_look_up_in_any_table_ends(table: list[Mount], path: str) -> None:
-    assert mount_of("/" + path, table) in [*table, None]
-
-
-def test_bytes_that_are_not_text_are_read(tmp_path: Path) -> None:
-    (tmp_path / "mountinfo").write_bytes(b"1 1 8:1 / /\xff\\040x rw - xfs /dev/sda rw\n")
-    (mount,) = read_mounts(str(tmp_path / "mountinfo"))
-    assert mount.point == "/\udcff x"
-    assert read_mounts(str(tmp_path / "none")) == []
-
-
-TABLE = """\
-1 1 0:1 / / rw - rootfs rootfs rw
-20 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw
-30 20 259:1 / /mnt/kv rw,noatime shared:3 master:2 - xfs /dev/nvme0n1 rw
-31 20 259:2 / /mnt/kv2 rw - xfs /dev/nvme1n1 rw
-40 20 8:2 / /srv rw - ext4 /dev/sdb rw
-41 40 8:3 / /srv/deep rw - ext4 /dev/sdc rw
-42 40 8:4 / /srv rw - ext4 /dev/sdd rw
-"""
-
-
-@pytest.mark.parametrize(
-    ("path", "mount_id"),
-    [
-        ("/mnt/kv/pool", 30),
-        ("/mnt/kv", 30),
-        ("/mnt/kv2", 31),
-        ("/mnt/kv3", 20),
-        ("/mnt/../mnt/kv//x", 30),
-        ("/", 20),
-        ("/srv/deep/x", 42),
-    ],
-)
-def test_a_path_is_on_the_mount_that_the_kernel_would_find(path: str, mount_id: int) -> None:
-    found = mount_of(path, parse_mountinfo(TABLE))
-    assert found is not None
-    assert found.mount_id == mount_id
-
-
-def test_without_a_root_mount_a_look_up_finds_nothing() -> None:
-    assert mount_of("/x", []) is None
-    assert mount_of("/x", parse_mountinfo(TABLE.splitlines()[2])) is None

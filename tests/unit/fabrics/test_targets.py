@@ -16,7 +16,7 @@ import pytest
 from tests.contract.rig import ENGINES
 from tests.process import numbers_from, wait_until
 from vllm_nvmeof_offload import LOGGER_NAME
-from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, OK, Outcome, io_error
+from vllm_nvmeof_offload.errors import OK, Outcome, io_error
 from vllm_nvmeof_offload.pool.lease import boot_ns
 from vllm_nvmeof_offload.protocol import Verdict
 from vllm_nvmeof_offload.targets.health import (
@@ -91,35 +91,6 @@ def test_eio_on_one_slot_blames_the_slot_and_on_many_the_target() -> None:
     assert bench.end(EIO, slot=100) is Verdict.GONE
 
 
-@pytest.mark.parametrize("answer", [OK, CHECKSUM_MISMATCH])
-def test_a_success_restarts_the_count_of_its_direction(answer: Outcome) -> None:
-    bench = Bench()
-    for slot in range(10):
-        assert bench.end(ENODEV, slot) is Verdict.OK
-        assert bench.end(answer) is Verdict.OK
-    for _ in range(FAILURES_MAX - 1):  # reads go on, and yet writes are over
-        assert bench.end(ENODEV, is_write=True) is Verdict.OK
-        assert bench.end(OK) is Verdict.OK
-    assert bench.end(ENODEV, is_write=True) is Verdict.GONE
-
-
-@pytest.mark.parametrize("outcome", [DEADLINE, CANCELLED])
-def test_no_answer_is_neither_success_nor_failure(outcome: Outcome) -> None:
-    bench = Bench()
-    for _ in range(FAILURES_MAX - 1):
-        bench.end(ENODEV)
-        for _ in range(20):
-            assert bench.end(outcome) is Verdict.OK
-    assert bench.end(ENODEV) is Verdict.GONE
-
-
-def test_errors_of_a_single_slot_do_not_count_against_the_target() -> None:
-    bench = Bench()
-    for slot in range(50):
-        for number in (errno.ENOSPC, errno.ENODATA, errno.EILSEQ):
-            assert bench.end(io_error(number), slot) is Verdict.OK
-
-
 def test_a_gone_target_stays_gone_until_it_is_attached() -> None:
     bench = Bench()
     old = bench.health.attachment
@@ -139,14 +110,6 @@ def test_a_gone_target_stays_gone_until_it_is_attached() -> None:
     assert bench.verdict is Verdict.OK
     bench.health.released(old, 0, late=1)
     assert not bench.health.busy(old)
-    assert bench.verdict is Verdict.OK
-
-
-def test_without_reattachment_failures_do_not_make_a_target_gone() -> None:
-    bench = Bench(can_return=False)
-    for slot in range(50):
-        assert bench.end(ENODEV, slot) is Verdict.OK
-    bench.health.watched(PathStates(device=False))
     assert bench.verdict is Verdict.OK
 
 
@@ -215,11 +178,6 @@ def test_another_mount_counts_after_renew(tree: Tree) -> None:
     assert watch.states() == PathStates(known=2, carrying=1, best=1)
     watch.renew()
     assert watch.states() == PathStates(attachment=1)
-
-
-def test_a_target_without_sysfs_has_no_path_states(tree: Tree) -> None:
-    shutil.rmtree(tree.sysfs)
-    assert _watch(tree).states() == PathStates()
 
 
 def test_a_controller_that_is_removed_is_still_missed(tree: Tree) -> None:

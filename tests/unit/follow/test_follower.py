@@ -11,7 +11,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -82,13 +81,6 @@ def test_a_chunk_is_seen_and_its_server_s_end_too(
     wait_until("its end", lambda: reader.owner(1).state == DEAD)
 
 
-def test_a_table_can_be_read_before_the_follower_has_begun(file: int) -> None:
-    follower = start_follower(Scope((Path("/nowhere"),), KEYSPACE, OURS, 1), file)
-    reader = ForeignReader(file)
-    assert (reader.rows, reader.owner(1).state) == (0, NONE)
-    follower.stop()
-
-
 def test_a_killed_follower_has_a_successor(
     file: int, engine: OpenEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -110,13 +102,6 @@ def test_a_killed_follower_has_a_successor(
     assert reader.owner(2).state == NONE
     follower.stop()
     wait_until("its end", lambda: followers_of(tmp_path) == [])
-
-
-def test_a_stop_while_it_starts_leaves_no_follower(file: int, tmp_path: Path) -> None:
-    before = set(threading.enumerate())
-    start_follower(Scope((tmp_path,), KEYSPACE, OURS, 1), file).stop()
-    wait_until("its end", lambda: set(threading.enumerate()) <= before)
-    assert followers_of(tmp_path) == []
 
 
 #: A server that follows a target; prints a line when it has found an owner.
@@ -188,33 +173,6 @@ def write_entry(pool: Pool, slot: int, entry: bytes) -> None:
     os.pwrite(fd, entry, offset)
 
 
-def test_chunks_of_other_engines_are_offered(
-    following: Following, engine: OpenEngine, tmp_path: Path
-) -> None:
-    ours, one, two = (engine(index, tmp_path) for index in (OURS, 1, 2))
-    put(ours, 3, name(9))
-    put(one, 3, name(1, 11))
-    put(one, 5, name(2, 12))
-    put(two, 7, name(2, 13))
-    following.scan()
-    owners = {following.owner(number).engine_index: number for number in (1, 2)}
-    assert sorted(owners) == [1, 2]
-    first, second = owners[1], owners[2]
-    assert following.state(first) == following.state(second) == COMPLETE
-    assert following.owner(first).pool_uuid == one.superblocks[0].uuid
-    assert following.owner(first).tag == TAG
-    assert following.owner(first).rows == 2
-    assert following.rows(name(9).key) == set()
-    assert following.rows(name(1).key) == {row(first, 3, 11)}
-    assert following.rows(name(2).key) == {row(first, 5, 12), row(second, 7, 13)}
-    put(one, 5, name(3, 14))
-    following.scan(0.1)
-    assert following.rows(name(2).key) == {row(second, 7, 13)}
-    assert following.rows(name(3).key) == {row(first, 5, 14)}
-    assert following.reader.rows == 3
-    assert following.reader.scanned_ns == int(following.now_s * 1e9)
-
-
 def test_a_reset_withdraws_everything_from_before(
     following: Following, engine: OpenEngine, tmp_path: Path
 ) -> None:
@@ -256,25 +214,6 @@ def test_an_entry_that_came_before_its_superblock_is_offered_with_it(
     assert following.rows(name(2).key) == {row(1, 2, 7)}
 
 
-def test_a_server_that_ends_and_starts_again_keeps_its_number(
-    following: Following, engine: OpenEngine, tmp_path: Path
-) -> None:
-    pool = engine(1, tmp_path)
-    stored = fill(pool)
-    following.scan()
-    assert following.state(1) == COMPLETE
-    pool.close()
-    following.scan()
-    assert following.state(1) == DEAD
-    assert following.reader.rows == len(stored), "its chunks can still be read"
-    pool = engine(1, tmp_path)
-    put(pool, 10, name(10, 5))
-    following.scan()
-    assert following.state(1) == COMPLETE
-    assert following.rows(name(10).key) == {row(1, 10, 5)}
-    assert following.reader.rows == len(stored) + 1
-
-
 def test_a_pool_that_was_made_again_is_another_owner(
     following: Following, engine: OpenEngine, tmp_path: Path
 ) -> None:
@@ -301,35 +240,6 @@ def test_a_pool_that_was_made_again_is_another_owner(
     assert following.state(2) == NONE
     assert following.state(3) == COMPLETE
     assert following.rows(name(1).key) == {row(3, 1, 4)}
-
-
-def test_a_pool_that_comes_back_has_its_number_again(
-    following: Following, engine: OpenEngine, tmp_path: Path
-) -> None:
-    """The target was not mounted for a while."""
-    pool = engine(1, tmp_path)
-    stored = fill(pool)
-    following.scan()
-    space, away = tmp_path / KEYSPACE, tmp_path / "away"
-    space.rename(away)
-    following.scan()
-    assert (following.state(1), following.reader.rows) == (NONE, 0)
-    away.rename(space)
-    following.scan()
-    assert (following.state(1), following.reader.rows) == (COMPLETE, len(stored))
-
-
-def test_a_pool_with_fewer_slots_is_followed_on(
-    following: Following, engine: OpenEngine, tmp_path: Path
-) -> None:
-    pool = engine(1, tmp_path)
-    stored = fill(pool)
-    following.scan()
-    pool.close()
-    engine(1, tmp_path, slots=8)
-    following.scan()
-    assert following.state(1) == COMPLETE
-    assert following.reader.rows == sum(slot < 8 for slot in stored)
 
 
 def test_damage_is_not_offered_until_it_is_repaired(

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import random
 import shutil
@@ -24,7 +23,7 @@ from tests.unit.follow.kit import COMPLETE, DEAD, NONE, Following, row, stop_clo
 from tests.unit.pool.kit import SLOT_BYTES, TAG, name, put
 from vllm_nvmeof_offload.follow import follower
 from vllm_nvmeof_offload.follow.follower import RESCAN_S, SYNCED_S
-from vllm_nvmeof_offload.native import ForeignReader, ForeignRegion, ForeignWriter
+from vllm_nvmeof_offload.native import ForeignRegion, ForeignWriter
 from vllm_nvmeof_offload.pool.format import Stamp, decode_table
 from vllm_nvmeof_offload.pool.lease import Leasing
 from vllm_nvmeof_offload.pool.log import RECORDS_PER_PAGE, LogFile
@@ -89,40 +88,6 @@ def test_what_is_logged_is_seen_without_a_scan(following: Following, owner: Owne
     assert CountedRegion.overruns == 0
 
 
-def flags_of(directory: Path) -> dict[str, set[bool]]:
-    """By file: whether this process reads it, and nothing else, with O_DIRECT."""
-    found: dict[str, set[bool]] = {}
-    for number in os.listdir("/proc/self/fd"):
-        path = Path("/proc/self/fd", number)
-        if not path.is_symlink() or path.readlink().parent != directory:
-            continue
-        flags = fcntl.fcntl(int(number), fcntl.F_GETFL)
-        if flags & os.O_ACCMODE == os.O_RDONLY:
-            found.setdefault(path.readlink().name, set()).add(bool(flags & os.O_DIRECT))
-    return found
-
-
-@pytest.mark.parametrize("is_leased", [False, True], ids=["one kernel", "several hosts"])
-def test_only_what_several_hosts_write_is_read_past_the_page_cache(
-    following: Following, engine: OpenEngine, tmp_path: Path, is_leased: bool
-) -> None:
-    """A table that ends within a page, too."""
-    leasing = Leasing("a", settle_s=0.01, in_group=is_leased)
-    size = 100 * (SLOT_BYTES + 64) + PAGES * PAGE_BYTES
-    pool = engine(1, tmp_path, log_pages=PAGES, leasing=leasing, slots=100, pool_bytes=size)
-    owner = Owner(pool)
-    last = pool.slots - 1
-    assert pool.slots * 64 % PAGE_BYTES
-    owner.put(last, name(1, 10))
-    following.scan()
-    owner.put(2, name(2, 11))
-    following.scan(0.1)
-    assert flags_of(owner.directory) == {"table": {is_leased}, "log": {is_leased}}
-    assert following.rows(name(1).key) == {row(1, last, 10)}
-    assert following.rows(name(2).key) == {row(1, 2, 11)}
-    owner.log.close()
-
-
 @pytest.fixture
 def leased(engine: OpenEngine, tmp_path: Path) -> Iterator[Owner]:
     """Its table's file has what it has synced, which is what other hosts see."""
@@ -173,24 +138,6 @@ def test_a_scan_of_a_leased_table_hides_nothing_that_the_log_has_said(
     assert following.reader.rows == 2
 
 
-def test_what_a_leased_table_shows_late_is_no_news(following: Following, leased: Owner) -> None:
-    """Chunks are asked for that are stored from now on; one was logged, and not synced, before."""
-    following.scan()
-    with unsynced(leased):
-        leased.put(1, name(1, 10))
-    following.scan(0.1)
-    assert following.rows(name(1).key) == {row(1, 1, 10)}
-    following.reader.ask_anew()
-    following.scan(0.1)
-    assert following.reader.rows == 0
-    put(leased.pool, 1, name(1, 10))
-    following.scan(SYNCED_S)
-    assert following.reader.rows == 0
-    leased.put(1, name(1, 11))
-    following.scan(0.1)
-    assert following.rows(name(1).key) == {row(1, 1, 11)}
-
-
 def test_a_leased_superblock_is_opened_anew_with_each_discovery(
     following: Following, leased: Owner
 ) -> None:
@@ -234,46 +181,6 @@ def test_a_follower_that_is_not_a_lap_late_needs_no_scan(
     assert CountedRegion.overruns == 0
 
 
-@pytest.mark.parametrize("laps", [1, 3])
-def test_a_follower_that_was_stopped_for_a_lap_notices(
-    following: Following, owner: Owner, laps: int
-) -> None:
-    owner.put(1, name(1))
-    following.scan()
-    last: dict[int, SlotIdentity] = {}
-    for generation in range(laps * PAGES * RECORDS_PER_PAGE + 1):
-        slot = 2 + generation % (SLOTS - 2)
-        last[slot] = name(generation % 50, 100 + generation)
-        owner.put(slot, last[slot])
-    following.scan(0.1)
-    assert CountedRegion.overruns == 1
-    for slot, identity in last.items():
-        assert row(1, slot, identity.generation) in following.rows(identity.key)
-    assert following.reader.rows == len(last) + 1
-    owner.put(1, name(60, 7))
-    following.scan(0.1)
-    assert following.rows(name(60).key) == {row(1, 1, 7)}
-    assert CountedRegion.overruns == 1, "it goes on from there"
-
-
-def test_a_server_that_starts_again_makes_its_followers_scan(
-    following: Following, owner: Owner, engine: OpenEngine, tmp_path: Path
-) -> None:
-    owner.put(1, name(1, 5))
-    following.scan()
-    owner.log.close()
-    owner.pool.close()
-    again = Owner(engine(1, tmp_path, log_pages=PAGES, **LOGGED))
-    put(again.pool, 2, name(2, 6))  # its record was lost with the server
-    stop_clock_of(again.directory / "table")
-    again.put(3, name(3, 7))
-    following.scan(0.1)
-    assert CountedRegion.overruns == 1
-    for number, generation in ((1, 5), (2, 6), (3, 7)):
-        assert following.rows(name(number).key) == {row(1, number, generation)}
-    again.log.close()
-
-
 def test_a_reset_in_the_log_lets_the_superblock_be_read_at_once(
     following: Following, owner: Owner
 ) -> None:
@@ -301,30 +208,6 @@ def test_a_reset_in_the_log_lets_the_superblock_be_read_at_once(
     assert following.rows(name(1).key) == {row(1, 1, 6)}
 
 
-def test_a_put_of_another_epoch_only_withdraws(following: Following, owner: Owner) -> None:
-    owner.put(1, name(1, 5))
-    following.scan()
-    owner.put(1, name(2, 6), Stamp(owner.pool.stamp.epoch ^ 1, TAG))
-    following.scan(0.1)
-    assert following.reader.rows == 0
-
-
-def test_a_record_that_is_being_written_is_waited_for(following: Following, owner: Owner) -> None:
-    following.scan()
-    owner.put(1, name(1, 5))
-    log = owner.directory / "log"
-    whole = log.read_bytes()
-    torn = bytearray(whole)
-    torn[64 + 40] ^= 1
-    log.write_bytes(torn)
-    following.scan(0.1)
-    assert following.reader.rows == 0
-    log.write_bytes(whole)
-    following.scan(0.1)
-    assert following.rows(name(1).key) == {row(1, 1, 5)}
-    assert CountedRegion.overruns == 0
-
-
 @pytest.mark.parametrize("at", [9, 64 + 40], ids=["header", "record"])
 def test_a_page_that_stays_damaged_is_given_up(following: Following, owner: Owner, at: int) -> None:
     following.scan()
@@ -347,14 +230,6 @@ def test_a_key_that_is_too_long_for_the_log_is_found_by_a_scan(
     owner.put(3, identity)
     following.scan(0.1)
     assert following.rows(identity.key) == {row(1, 3, 9)}
-
-
-def test_a_log_that_is_removed_leaves_the_table(following: Following, owner: Owner) -> None:
-    following.scan()
-    (owner.directory / "log").unlink()
-    put(owner.pool, 3, name(3, 9))
-    following.scan()
-    assert following.rows(name(3).key) == {row(1, 3, 9)}
 
 
 def test_of_many_regions_at_rest_only_some_are_examined_at_a_time(
@@ -549,21 +424,3 @@ def test_a_log_has_news_until_it_is_followed(file: int, tmp_path: Path) -> None:
     (tmp_path / "log").unlink()
     assert has_news(), "nobody will write it again"
     os.close(log)
-
-
-def test_a_scan_may_have_found_the_last_of_a_slots_records(file: int, owner: Owner) -> None:
-    """Directly on a native region: both records are logged between the log's end and the scan."""
-    owner.put(1, name(1, 10))
-    place = owner.directory
-    with (place / "log").open("rb") as log, (place / "table").open("rb") as table:
-        region = ForeignRegion((1, 0, 0), SLOTS, [(0, 1)], 0)
-        rows = ForeignWriter(file, 10)
-        region.begin(rows, owner.pool.stamp.epoch, False)
-        assert region.seek_log(log.fileno(), PAGES) == 0
-        owner.put(4, name(4, 20))
-        owner.put(4, name(5, 21))
-        assert region.scan(rows, table.fileno(), 0) == 0
-        assert region.follow_log(rows, log.fileno(), 0) == 0
-    reader = ForeignReader(file)
-    assert reader.rows_of(name(4).key) == [], "its slot was written"
-    assert reader.rows_of(name(5).key) == [row(1, 4, 21)]

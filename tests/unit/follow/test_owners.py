@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.owners import reset
-from tests.slots import write_slot
 from tests.unit.follow.kit import (
     COMPLETE,
     DEAD,
@@ -22,27 +21,12 @@ from tests.unit.follow.kit import (
     row,
 )
 from tests.unit.pool.kit import OTHER_TAG, PAYLOAD_BYTES, TAG, name, put
-from vllm_nvmeof_offload.errors import OK
 from vllm_nvmeof_offload.follow.follower import YOUNG_S
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.pool.format import write_superblock
 from vllm_nvmeof_offload.pool.pool import Pool
-from vllm_nvmeof_offload.protocol import SlotIdentity, owned_by, place_of
 
 OpenEngine = Callable[..., Pool]
-
-
-def test_places_name_our_targets(file: int, engine: OpenEngine, tmp_path: Path) -> None:
-    """The owner has the same targets in another order, and not all of ours."""
-    a, b, c = (tmp_path / letter for letter in "abc")
-    following = Following(file, [a, b, c])
-    pool = engine(1, c, a)
-    put(pool, 0, name(1, 5))  # slot 0 on its first target
-    put(pool, 3, name(2, 6))  # slot 1 on its second one
-    following.scan()
-    assert following.state(1) == COMPLETE
-    assert following.rows(name(1).key) == {row(1, 0, 5, target=2)}
-    assert following.rows(name(2).key) == {row(1, 1, 6, target=0)}
 
 
 def test_an_owner_with_a_target_that_is_not_ours_is_left_out(
@@ -108,42 +92,6 @@ def groups(set_size: int) -> tuple[RankGroup, ...]:
     )
 
 
-def store(pool: Pool, slot: int, group_id: int, *, single: bool) -> SlotIdentity:
-    key = bytes([slot, single]) * 16 + group_id.to_bytes(4, "big")
-    identity = SlotIdentity(key, 7)
-    view = memoryview(bytearray(pool.slot_bytes))
-    assert write_slot(pool, view, slot, identity, single_copy=single) == OK
-    return identity
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_single_copies_are_offered_with_their_members(
-    file: int, engine: OpenEngine, tmp_path: Path, ranks: int
-) -> None:
-    """Four ranks in sets of two. Only the first set is followed, by a server that has sets too."""
-    following = Following(file, [tmp_path], ranks)
-    shape = {"world_size": 4, "groups": groups(2), "engine": "them"}
-    pools = [engine(1, tmp_path, rank=rank, **shape) for rank in range(4)]
-    single = [store(pool, rank, 5, single=True) for rank, pool in enumerate(pools)]
-    whole = [store(pool, 8, 6, single=False) for pool in pools]
-    lone = [store(pool, 9 + rank, 6, single=True) for rank, pool in enumerate(pools)]
-    following.scan(1.0)
-    following.scan(YOUNG_S)
-    assert following.state(1) == COMPLETE
-    of = {identity.key: following.rows(identity.key) for identity in (*single, whole[0], *lone)}
-    wanted = {identity.key: set() for identity in (*single, *lone)}
-    wanted[whole[0].key] = {row(1, 8, 7)}
-    for rank in range(2 if ranks == 2 else 0):
-        wanted[single[rank].key] = {(owned_by(1, place_of(0, rank, rank)), 7)}
-    assert of == wanted
-    # The members' chunks are replaced.
-    for rank, pool in enumerate(pools):
-        put(pool, rank, SlotIdentity(bytes(36), 8))
-    following.scan(0.1)
-    following.scan(0.1)
-    assert not any(following.rows(identity.key) for identity in single)
-
-
 def test_with_several_ranks_an_entry_is_offered_when_it_is_not_young(
     following: Following, engine: OpenEngine, tmp_path: Path
 ) -> None:
@@ -178,62 +126,6 @@ def test_ranks_in_the_middle_of_a_reset_have_no_tag(
     reset(pools[0], OTHER_TAG, named=True)
     following.scan(0.1)
     assert (following.state(1), following.owner(1).tag) == (COMPLETE, OTHER_TAG)
-
-
-def test_only_what_is_written_after_a_version_was_asked_for_is_offered(
-    following: Following, engine: OpenEngine, tmp_path: Path
-) -> None:
-    one, two = engine(1, tmp_path), engine(2, tmp_path)
-    for slot in range(4):
-        put(one, slot, name(slot, 5))
-    following.scan()
-    put(two, 1, name(1, 6))
-    version = following.reader.ask_anew()
-    assert following.owner(1).version < version
-    following.scan(0.1)
-    for number in (1, 2):
-        assert (following.owner(number).version, following.state(number)) == (version, COMPLETE)
-    assert following.reader.rows == 0
-    owners = {following.owner(number).engine_index: number for number in (1, 2)}
-    put(one, 1, name(1, 7))
-    following.scan(0.1)
-    assert following.rows(name(1).key) == {row(owners[1], 1, 7)}
-    assert following.reader.rows == 1
-    # A pool that comes back, and one that was not known, may have chunks from before too.
-    space, away = one.directories[0].parent, tmp_path / "away"
-    space.rename(away)
-    three = engine(3, tmp_path)
-    put(three, 1, name(1, 8))
-    following.scan()
-    away.rename(space)
-    following.scan()
-    assert following.reader.rows == 0
-    put(three, 2, name(2, 9))
-    following.scan(0.1)
-    assert following.rows(name(2).key) == {row(3, 2, 9)}
-    # What a reset voids is not asked for either, and what follows it is.
-    reset(three, TAG, named=True)
-    put(three, 3, name(3, 10))
-    following.scan(0.1)
-    assert following.reader.rows == 1
-    assert following.rows(name(3).key) == {row(3, 3, 10)}
-
-
-def test_what_was_there_stays_away_through_epochs_that_come_back(
-    following: Following, engine: OpenEngine, tmp_path: Path
-) -> None:
-    pool = engine(1, tmp_path)
-    put(pool, 1, name(1))
-    following.scan()
-    superblock = pool.directories[0] / "superblock"
-    old = superblock.read_bytes()
-    reset(pool, TAG, named=True)
-    following.reader.ask_anew()
-    following.scan(0.1)
-    superblock.write_bytes(old)
-    following.scan(0.1)
-    assert following.state(1) == COMPLETE
-    assert following.reader.rows == 0
 
 
 def test_all_is_offered_where_all_is_asked_for(
@@ -283,19 +175,6 @@ def test_a_successor_takes_over_the_table_and_the_numbers(
     successor.scan()
     assert (reader.owner(1).state, reader.owner(2).state) == (DEAD, NONE)
     assert reader.rows_of(name(1).key) == [row(1, 1, 5)]
-
-
-def test_a_successor_gives_another_pool_another_number(
-    file: int, following: Following, engine: OpenEngine, tmp_path: Path
-) -> None:
-    engine(1, tmp_path).close()
-    following.scan()
-    shutil.rmtree(next(tmp_path.glob("*/engine-1")))
-    pool = engine(1, tmp_path)
-    put(pool, 1, name(1, 5))
-    successor = Following(file, [tmp_path])
-    successor.scan()
-    assert successor.reader.rows_of(name(1).key) == [row(2, 1, 5)]
 
 
 def test_followers_that_end_again_and_again_take_no_more_of_the_table(

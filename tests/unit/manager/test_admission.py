@@ -21,7 +21,7 @@ from vllm_nvmeof_offload.manager.core import Source
 from vllm_nvmeof_offload.manager.handshake import CoreConfig
 from vllm_nvmeof_offload.manager.load_or_recompute import Admission, Decision
 from vllm_nvmeof_offload.manager.prefill_rate import StepMeter
-from vllm_nvmeof_offload.protocol import CancelCommand, OpReport, target_of
+from vllm_nvmeof_offload.protocol import CancelCommand
 
 from .bench import Bench, keys_of
 from .test_holds import HoldsBench
@@ -120,14 +120,6 @@ def test_the_estimate_is_a_step_and_the_bytes_of_the_busiest_lane() -> None:
     assert rig.decide(8, 0).predicted_s == pytest.approx(0.11)
 
 
-def test_loads_from_the_cpu_tier_do_not_count_for_the_pools_speed() -> None:
-    rig = AdmissionRig(mb_per_s=[1.0])
-    rig.loads(8)
-    assert not rig.admission.reading
-    assert rig.decide(0) == Decision(load=True)
-    assert not rig.admission.reading
-
-
 def test_the_pool_is_avoided_when_slower_and_used_again_when_clearly_faster() -> None:
     rig = AdmissionRig(mb_per_s=[10.1])  # 0.99 of computing
     assert rig.loads(8)
@@ -139,27 +131,6 @@ def test_the_pool_is_avoided_when_slower_and_used_again_when_clearly_faster() ->
     assert rig.loads(8)
     rig.rates(10.1)
     assert rig.loads(8)
-
-
-def test_the_slowest_target_decides() -> None:
-    assert not AdmissionRig(mb_per_s=[1000.0, 1.0]).loads(4, 4)
-    assert AdmissionRig(mb_per_s=[1000.0, 1.0]).loads(8, 0), "it has none of them"
-    assert AdmissionRig(mb_per_s=[1000.0, 0.0]).loads(4, 4), "its rate is unknown"
-    # Targets read side by side: 4 chunks at 7 MB/s take as long as 8 at 14.
-    assert AdmissionRig(mb_per_s=[7.0, 7.0]).loads(4, 4)
-    assert not AdmissionRig(mb_per_s=[7.0, 7.0]).loads(8, 0)
-
-
-def test_reads_queued_by_other_loads_count_only_on_the_same_lane() -> None:
-    rig = AdmissionRig(mb_per_s=[100.0, 100.0])
-    assert rig.loads(8, 0, queued=[50, 0])
-    assert not rig.loads(8, 0, queued=[100, 0])
-    assert AdmissionRig(mb_per_s=[100.0, 100.0]).loads(8, 0, queued=[0, 1000])
-
-
-def test_learned_rates_are_reported_for_all_targets_together() -> None:
-    rig = AdmissionRig(1000.0, [3.0, 4.0])
-    assert (rig.admission.prefill_rate, rig.admission.bytes_per_s) == (1000.0, 7e6)
 
 
 def test_how_much_longer_loads_take_than_predicted_is_learned() -> None:
@@ -175,13 +146,6 @@ def test_how_much_longer_loads_take_than_predicted_is_learned() -> None:
     assert rig.admission.slowness == pytest.approx(2.5)
 
 
-def test_loads_that_are_slower_than_predicted_and_faster_than_computing_do_no_harm() -> None:
-    rig = AdmissionRig(mb_per_s=[100.0])
-    for _ in range(20):
-        rig.load(0.75, 8)
-    assert rig.admission.slowness == 1.0
-
-
 def test_loads_that_hide_or_that_peers_help_with_are_loaded_from_a_slower_pool() -> None:
     """At best a load counts half of what is predicted: it will not hide for ever."""
     rig = AdmissionRig(mb_per_s=[11.0])
@@ -192,20 +156,6 @@ def test_loads_that_hide_or_that_peers_help_with_are_loaded_from_a_slower_pool()
     assert rig.loads(8)
     rig.rates(4.5)
     assert not rig.loads(8)
-
-
-def test_a_load_that_only_peers_make_fast_is_tried_after_a_few_probes() -> None:
-    """Probes are read from the pool alone, and a load in half of the time."""
-    rig = AdmissionRig(mb_per_s=[8.0])
-    assert not rig.loads(8)
-    assert rig.probes_until(8) <= PROBES
-    for _ in range(9):
-        rig.load(0.5, 8)
-    rig = AdmissionRig(mb_per_s=[4.0])
-    assert not rig.loads(8)
-    for _ in range(100):
-        rig.probed()
-    assert not rig.loads(8), "it would take 1.25 times as long as computing, if all went well"
 
 
 def test_a_pool_that_hangs_repeatedly_needs_more_and_more_probes() -> None:
@@ -224,15 +174,6 @@ def test_a_pool_that_hangs_repeatedly_needs_more_and_more_probes() -> None:
     assert rig.probes_until(8) <= PROBES
 
 
-def test_an_earlier_cutoff_does_not_make_the_pool_look_faster() -> None:
-    rig = AdmissionRig(mb_per_s=[100.0])
-    first, second = rig.decide(8), rig.decide(1)
-    rig.ended(1.7, first, missed=True)
-    slowness = rig.admission.slowness
-    rig.ended(0.03, second, missed=True)
-    assert rig.admission.slowness == slowness
-
-
 def test_a_load_cut_off_before_any_rate_was_known_counts_in_full() -> None:
     rig = AdmissionRig(mb_per_s=[0.0])
     rig.load(1.6, 8, missed=True)
@@ -248,14 +189,6 @@ def test_a_disappointing_pool_stays_avoided_until_probes_go_well() -> None:
     assert rig.probes_until(8) <= PROBES
 
 
-def test_a_load_from_before_the_rate_was_known_teaches_nothing() -> None:
-    rig = AdmissionRig(mb_per_s=[0.0])
-    rig.load(1.0, 100)
-    rig.rates(100.0)
-    assert rig.admission.slowness == 1.0
-    assert rig.loads(8)
-
-
 def test_a_load_is_cut_off_at_twice_the_compute_time_but_not_before_250_ms() -> None:
     rig = AdmissionRig(mb_per_s=[100.0])
     assert rig.decide(8).limit_s == pytest.approx(1.6)
@@ -265,33 +198,6 @@ def test_a_load_is_cut_off_at_twice_the_compute_time_but_not_before_250_ms() -> 
     rig.admission.step_s = 0.0
     rig.rates(0.1)
     assert rig.decide(8).limit_s is None, "nothing of the pool is loaded"
-
-
-def test_loads_decided_on_together_count_as_one_bad_load() -> None:
-    trusts = []
-    for loads in (1, 4):  # at once, each 0.8 s to compute
-        rig = AdmissionRig(mb_per_s=[20.0])
-        decisions = [rig.decide(8) for _ in range(loads)]
-        for decision in decisions:
-            rig.ended(1.05, decision)
-        assert not rig.loads(8)
-        rig.probed()
-        for _ in range(50):
-            rig.probed()
-        rig.load(1.7, 8, missed=True)
-        trusts.append(rig.probes_until(8))
-    assert trusts[0] == trusts[1]
-
-
-def test_a_pool_that_always_loses_time_is_tried_less_and_less() -> None:
-    """A chunk is computed in 0.1 s. Loading one takes 0.03 s longer, and a probe much less."""
-    rig = AdmissionRig(mb_per_s=[100.0])
-    probes = []
-    for _ in range(6):
-        while rig.loads(1):
-            rig.load(0.13, 1)
-        probes.append(rig.probes_until(1))
-    assert all(later > earlier for earlier, later in pairwise(probes[2:]))
 
 
 @pytest.mark.parametrize(("seconds", "reading"), [(0.12, True), (0.13, False)])
@@ -334,38 +240,10 @@ class Watch:
         return [command.target_op for command in commands if isinstance(command, CancelCommand)]
 
 
-def test_the_time_in_which_prompts_are_computed_does_not_count() -> None:
-    """This includes the step that brings the load: nothing is read before it ends."""
-    watch = Watch()
-    op = watch.load(0, 1.0)
-    assert watch.cut(50.0, prompts_s=50.0) == []
-    assert watch.cut(51.0, prompts_s=50.0) == []
-    assert watch.cut(51.1, prompts_s=50.0) == [op]
-    assert watch.cut(99.0, prompts_s=50.0) == [], "named once"
-
-
-def test_each_load_has_its_own_beginning_and_limit() -> None:
-    watch = Watch()
-    ops = [watch.load(number, limit_s) for number, limit_s in enumerate((3.0, 1.0, 2.0))]
-    assert watch.cut(0.9) == []
-    late = watch.load(3, 1.0)
-    assert watch.cut(1.5) == [ops[1]]
-    assert watch.cut(1.95) == [late]
-    assert watch.cut(2.5) == [ops[2]]
-    assert watch.cut(3.5) == [ops[0]]
-
-
 def test_a_load_without_a_limit_is_never_cut_off() -> None:
     watch = Watch()
     watch.load(0, None)
     assert watch.cut(1e6) == []
-
-
-def test_a_finished_load_is_not_overdue() -> None:
-    watch = Watch()
-    op = watch.load(0, 1.0)
-    watch.bench.done(op)
-    assert watch.cut(99.0) == []
 
 
 def test_a_load_that_takes_longer_than_its_limit_is_cut_off_and_teaches() -> None:
@@ -391,39 +269,6 @@ def test_a_load_that_takes_longer_than_its_limit_is_cut_off_and_teaches() -> Non
     assert bench.source(0) is Source.POOL
 
 
-def test_queued_reads_are_counted_in_bytes_per_lane() -> None:
-    bench = HoldsBench(targets=2, tokens_per_chunk=10)
-    bench.in_the_pool(0, 1, 2)
-    slot_bytes = bench.core.capacity.slot_bytes
-    lanes = [sum(target_of(bench.slots(n)[1]) == lane for n in (0, 1)) for lane in (0, 1)]
-    in_both = next(n for n in range(100, 200) if bench.source(n) is Source.CPU)
-    found = bench.core.find(keys_of(in_both, 0, 1))
-    assert (found.leading_cpu, found.tokens) == (1, 20)
-    assert found.read_bytes == [count * slot_bytes for count in lanes]
-    assert found.queued_bytes == [0, 0]
-    command = bench.load(0, 1)
-    assert bench.core.find(keys_of(2)).queued_bytes == found.read_bytes
-    bench.done(command.op)
-    assert bench.core.find(keys_of(2)).queued_bytes == [0, 0]
-
-
-@pytest.mark.parametrize(
-    ("computed_s", "expected"), [(0.0, (1 + 6) / 2), (0.25, (1 + 3.5) / 2), (0.55, (1 + 0.5) / 2)]
-)
-def test_prefill_time_of_other_requests_does_not_count_against_a_load(
-    computed_s: float, expected: float
-) -> None:
-    bench = HoldsBench()
-    bench.prompts_s = 100.0
-    bench.in_the_pool(0)
-    bench.prompts_s = 200.0
-    op = bench.core.prepare_load(keys_of(0), 0.3, predicted_s=0.1).op
-    bench.prompts_s += computed_s
-    bench.now_s += 0.6
-    bench.core.report([OpReport(op)])
-    assert slowness(bench) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("after_s", [0.0, 0.5, 1.0])
 def test_prompts_computed_after_a_load_has_ended_do_not_make_it_look_fast(after_s: float) -> None:
     """Its report waits for the step that computes them. The load takes 1 s, and computing 0.4 s."""
@@ -437,48 +282,6 @@ def test_prompts_computed_after_a_load_has_ended_do_not_make_it_look_fast(after_
     bench.report(load.op, seconds=1.0)
     assert slowness(bench) == pytest.approx((1 + 5) / 2)
     assert not core.admission.reading
-
-
-def test_a_load_takes_until_the_step_in_which_its_request_can_run() -> None:
-    """The copy takes 20 ms. The step before it and the one that reports it take 30 ms each, so that
-    the load takes 20 ms longer than computing."""
-    bench = HoldsBench(tokens_per_chunk=100, land_cache_share=0.0)
-    core = bench.core
-    bench.in_the_pool(*range(4))
-    find, admission = core.find(keys_of(*range(4))), core.admission
-    admission.read_rates, admission.prefill_rate = [find.read_bytes[0] / 0.02], 400 / 0.13
-
-    loads = 0
-    while loads < 9:
-        decision = admission.decide(find.read_bytes, find.queued_bytes, find.tokens)
-        if not decision.load:
-            break
-        assert decision.predicted_s == pytest.approx(0.02)
-        load = core.prepare_load(
-            keys_of(*range(4)), decision.limit_s, predicted_s=decision.predicted_s
-        )
-        bench.now_s += 0.03 + 0.02 + 0.1
-        bench.report(load.op, seconds=0.02)
-        loads += 1
-    assert loads == 2, "the first one moved the estimate half of the way"
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_cutting_off_a_load_does_not_doom_a_chunk_that_another_load_waits_for(first: int) -> None:
-    """The order of the two reports does not matter: neither load read the pool's copy."""
-    bench = Bench(cache=8, pool=16, land_cache_share=1.0)
-    bench.store(1, 2, 3)
-    bench.write_all()
-    bench.store(4, 5, 6, 7, 8, 9, 10, 11)
-    bench.write_all()
-    assert bench.source(1) is Source.POOL
-    lands, waits = bench.load(1), bench.load(1)
-    assert (lands.batch.places[0] >= 0, waits.batch.places[0]) == (True, -1)
-    reports = [(lands.op, CANCELLED), (waits.op, STALE)]
-    for op, outcome in (reports[first], reports[1 - first]):
-        bench.done(op, (0, outcome))
-    assert bench.source(1) is Source.POOL
-    assert bench.core.gauges()["cache_slots_in_use"] == 0
 
 
 def test_a_cache_slot_with_the_wrong_content_says_nothing_of_the_pools_copy() -> None:
@@ -578,15 +381,6 @@ class Engine:
         return self.meter.steps, round(self.meter.seconds, 9), self.meter.tokens
 
 
-def test_a_step_lasts_from_its_scheduling_to_its_output() -> None:
-    engine = Engine()
-    engine.scheduled(1.0, 100)
-    engine.ended(1.5)
-    engine.scheduled(7.0, 1, 1)
-    engine.ended(7.1)
-    assert engine.figures() == (2, 0.6, 102)
-
-
 def test_a_step_scheduled_ahead_lasts_from_the_end_of_the_previous_one() -> None:
     engine = Engine()
     engine.scheduled(0.0, 100)
@@ -633,22 +427,6 @@ def test_steps_that_mostly_compute_prompts_give_the_prefill_rate(
     engine.scheduled(0.0, *tokens)
     engine.ended(2.0)
     assert engine.meter.prefill_rate == (sum(tokens) / 2.0 if counts else 0.0)
-
-
-def test_the_small_steps_of_a_server_that_loads_do_not_make_computing_look_slow() -> None:
-    """A step takes 0.1 s plus 1 ms per token, so the rest of a prompt by itself takes longer
-    per token.
-    """
-    engine = Engine()
-    engine.scheduled(0.0, 2000)
-    engine.ended(2.1)
-    for _ in range(100):
-        engine.scheduled(engine.now_s, 80)
-        engine.ended(engine.now_s + 0.18)
-    assert engine.meter.prefill_rate == pytest.approx(2000 / 2.1)
-    engine.scheduled(engine.now_s, 1900)
-    engine.ended(engine.now_s + 4.2)
-    assert engine.meter.prefill_rate == pytest.approx((0.8 * 2000 + 1900) / (0.8 * 2.1 + 4.2))
 
 
 def test_prefill_time_is_counted() -> None:
@@ -724,49 +502,3 @@ def test_tokens_behind_many_others_take_longer() -> None:
         expected = 5e-6 + 7e-10 * (before + tokens / 2)
         assert engine.token_s(tokens, before) == pytest.approx(expected)
     assert 8192 / engine.meter.prefill_rate > 1.5 * 8192 * engine.token_s(8192, 0)
-
-
-def test_short_prompts_in_between_leave_the_slope() -> None:
-    """Their steps are at one depth; the rate follows them, and what is deep still takes longer."""
-    engine = Engine()
-    engine.prompt(32_768, step_tokens=8192, token_s=5e-6, pair_s=7e-10)
-    for _ in range(500):
-        engine.prompt(8192, step_tokens=8192, token_s=5e-6, pair_s=7e-10)
-    assert engine.token_s(8192, 0) == pytest.approx(5e-6 + 7e-10 * 4096, rel=0.02)
-    assert engine.token_s(8192, 24_576) == pytest.approx(5e-6 + 7e-10 * 28_672, rel=0.02)
-
-
-@pytest.mark.parametrize("pair_s", [0.0, -1e-12])
-def test_a_rate_that_no_depth_lowers_has_no_slope(pair_s: float) -> None:
-    """Windows and states do not read what is far behind; a slope below 0 is noise."""
-    engine = Engine()
-    engine.prompt(32_768, step_tokens=8192, token_s=5e-6, pair_s=pair_s)
-    assert engine.meter.depth_s == pytest.approx(0.0, abs=1e-18)
-    assert engine.token_s(8192, 100_000) == pytest.approx(1 / engine.meter.prefill_rate)
-
-
-def test_depths_too_near_to_each_other_give_no_slope() -> None:
-    engine = Engine()
-    for number in range(20):
-        engine.meter.scheduled({"a": 1000}, lambda number=number: {"a": number % 2 * 400})
-        engine.ended(engine.now_s + 1.0 + number % 2)
-    assert engine.meter.depth_s == 0.0
-
-
-def test_a_steep_slope_leaves_the_first_tokens_a_time() -> None:
-    """Two slow steps at a depth, by chance: nothing is ever computed in no time."""
-    engine = Engine()
-    for before, seconds in ((0, 0.1), (9000, 5.0), (18_000, 20.0)) * 3:
-        engine.meter.scheduled({"a": 1000}, lambda before=before: {"a": before})
-        engine.ended(engine.now_s + seconds)
-    assert engine.token_s(1, 0) > 0
-
-
-def test_depths_are_asked_for_only_where_a_step_counts() -> None:
-    meter = StepMeter(lambda: 0.0)
-
-    def asked() -> dict[str, int]:
-        raise AssertionError("a step of decodes needs no depths")
-
-    meter.scheduled(dict.fromkeys("abcd", 1), asked)
-    meter.scheduled({"a": 17, **dict.fromkeys("bcdefgh", 1)}, asked)

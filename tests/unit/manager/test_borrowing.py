@@ -17,8 +17,7 @@ from vllm_nvmeof_offload.errors import (
     Outcome,
     io_error,
 )
-from vllm_nvmeof_offload.manager.core import CoreConfig, Source
-from vllm_nvmeof_offload.manager.handshake import agree
+from vllm_nvmeof_offload.manager.core import Source
 from vllm_nvmeof_offload.native import Foreign
 from vllm_nvmeof_offload.protocol import (
     AttachCommand,
@@ -27,24 +26,12 @@ from vllm_nvmeof_offload.protocol import (
     DetachCommand,
     FetchCommand,
     ResetCommand,
-    WriteCommand,
-    owned_by,
-    owner_of,
-    place_of,
 )
 
-from .bench import KEY_BYTES, TAG, Core, hello, key, keys_of, release
+from .bench import TAG, key, keys_of
 from .test_groups import (
-    FULL,
-    GROUPS,
-    STATE,
-    WINDOW,
     GroupsBench,
-    ends_of,
-    key_of,
-    rank_hello,
 )
-from .test_groups import T as TOKENS
 from .test_holds import HoldsBench
 from .test_waiting_requests import ALL, QUESTION, Lobby, T
 
@@ -93,30 +80,6 @@ def counted(bench: BorrowBench | GroupsBench, name: str) -> dict[str, float]:
 
 
 # -- attachments ----------------------------------------------------------------------
-
-
-def test_the_attach_travels_with_the_load_that_needs_it_first() -> None:
-    bench = BorrowBench()
-    assert bench.source(0) is Source.SHARED
-    assert bench.core.take_commands() == []
-    load = bench.load(0, 1, 8)
-    assert bench.core.has_pending_work()
-    first, second = bench.core.take_commands()
-    assert first == AttachCommand(first.op, 1, 11, b"u" * 16)  # type: ignore[union-attr]
-    assert second == AttachCommand(second.op, 2, 12, b"u" * 16)  # type: ignore[union-attr]
-    assert len({load.op, first.op, second.op}) == 3  # type: ignore[union-attr]
-    bench.load(2, 9)
-    assert bench.core.take_commands() == [], "once"
-    assert bench.core.has_pending_work(), "the reports are owed"
-
-
-def test_the_attach_comes_before_the_fetch_that_needs_it() -> None:
-    bench = BorrowBench()
-    bench.queued("a", 0)
-    attach, fetch = bench.step()
-    assert isinstance(attach, AttachCommand)
-    assert isinstance(fetch, FetchCommand)
-    assert fetch.batch.generations.tolist() == [1000]
 
 
 def test_what_one_rank_cannot_open_is_not_borrowed_from_by_any() -> None:
@@ -179,18 +142,6 @@ def test_an_attach_that_fails_after_the_owner_is_gone_changes_nothing() -> None:
 
 
 # -- weights and resets ---------------------------------------------------------------
-
-
-@pytest.mark.parametrize("tag", [b"", b"o" * 16])
-def test_a_start_under_another_tag_or_none_accepts_nobody(tag: bytes) -> None:
-    others = Others(TAG)
-    others.owner(1)
-    others.offer(key(0), 5)
-    config = CoreConfig(1, KEY_BYTES)
-    core = Core(config, agree([hello(0, 4, 8, (), tag=tag)]), foreign=others.foreign)
-    assert core.lookup(key(0)) is None
-    same = Core(config, agree([hello(0, 4, 8, ())]), foreign=others.foreign)
-    assert same.lookup(key(0)) is Source.SHARED
 
 
 def test_a_reset_asks_for_what_is_written_from_then_on() -> None:
@@ -320,21 +271,6 @@ def test_a_second_reset_before_a_step_keeps_what_others_have_under_a_new_name() 
     assert (writer.version_asked, writer.version_of_all) == (2, 1)
 
 
-def test_each_name_is_sent_although_nothing_was_stored_between() -> None:
-    bench = BorrowBench()
-    for tag in (NAMED, NAMED[::-1]):
-        bench.core.name_weights(tag)
-        assert bench.core.reset()
-    bench.core.weights_changed()
-    assert bench.core.reset()
-    assert not bench.core.reset()
-    bench.core.name_weights(NAMED)
-    assert bench.core.reset()
-    resets = resets_of(bench)
-    assert [named for _, named in resets] == [True, True, False, True]
-    assert [tag for tag, named in resets if named] == [NAMED, NAMED[::-1], NAMED]
-
-
 # -- counters -------------------------------------------------------------------------
 
 
@@ -354,32 +290,6 @@ def test_what_is_borrowed_is_counted_when_every_rank_has_it() -> None:
     assert [bench.source(number) for number in range(3)] == [
         *(Source.CPU, None, Source.SHARED),
     ]
-
-
-def test_a_loads_own_chunks_of_the_pool_are_counted_apart() -> None:
-    bench = BorrowBench(cache=2)
-    bench.in_both_tiers(100)
-    bench.fill()
-    bench.load(100, 0)
-    assert counted(bench, "loaded_tokens") == {"pool": 1, "shared": 1}
-
-
-def test_tokens_of_several_groups_are_counted_by_the_farthest_tier() -> None:
-    others = Others(TAG)
-    others.owner(1)
-    bench = GroupsBench()
-    bench.core = Core(
-        CoreConfig(1, KEY_BYTES, GROUPS),
-        agree([rank_hello(0, 32)]),
-        first_generation=100,
-        foreign=others.foreign,
-    )
-    keys = [key_of(WINDOW, 1), key_of(STATE, 0), key_of(FULL, 0), key_of(FULL, 1)]
-    others.offer(keys[0], 5)
-    bench.keep(*keys[1:])
-    load = bench.core.prepare_load(keys, tokens=range(2 * TOKENS), ends=ends_of(keys))
-    assert load.batch.groups.tolist() == [0, 1, 2, 2]
-    assert counted(bench, "loaded_tokens") == {"cpu": TOKENS, "shared": TOKENS}
 
 
 @pytest.mark.parametrize(
@@ -407,42 +317,7 @@ def test_a_cancelled_borrow_is_no_failure_of_the_owner() -> None:
     assert bench.source(0) is Source.SHARED
 
 
-# -- writes ---------------------------------------------------------------------------
-
-
-def test_what_others_have_given_up_is_written_when_a_second_request_ends() -> None:
-    bench = BorrowBench()
-    bench.done(bench.core.prepare_load(keys_of(0), client=77).op)
-    bench.attach()
-    bench.core.ended(keys_of(0))
-    assert bench.core.counters["unwritten_chunks", "shared"] == 1
-    bench.others.owner(1, state=NONE)
-    bench.core.ended(keys_of(0))
-    assert bench.core.has_pending_work(), "nothing else may come"
-    write, *_ = bench.step()
-    assert isinstance(write, WriteCommand)
-    assert write.batch.generations.tolist() == [1000]
-    assert owner_of(write.batch.places).tolist() == [0]
-    assert np.frombuffer(write.clients, np.uint32).tolist() == [77]
-    bench.done(write.op)
-    assert bench.core.counters["written_chunks"] == 1
-
-
 # -- requests that wait ---------------------------------------------------------------
-
-
-def test_others_chunks_are_fetched_ahead_of_need() -> None:
-    bench = BorrowBench()
-    bench.preempted("a", 0, 1)
-    _, fetch = bench.step()
-    assert isinstance(fetch, FetchCommand)
-    bench.done(fetch.op)
-    assert bench.held() == [0, 1]
-    assert [bench.source(number) for number in range(2)] == [Source.CPU] * 2
-    bench.done(bench.load(0, 1).op)
-    bench.core.reload.left("a")
-    assert bench.ended() == {"used": 2}
-    assert bench.core.counters["borrowed_chunks"] == 2
 
 
 def test_a_fetch_of_others_chunks_is_cancelled_when_nobody_wants_it() -> None:
@@ -473,17 +348,6 @@ def test_a_fetch_of_others_chunks_is_cancelled_when_nobody_wants_it() -> None:
     bench.check_idle()
 
 
-def test_a_failed_fetch_of_others_chunks_is_not_held() -> None:
-    bench = BorrowBench()
-    bench.queued("a", 0)
-    bench.step()
-    (op,) = [op.number for op in bench.core._ledger if op.batch is not None]
-    bench.late(op, STALE)
-    assert (bench.held(), bench.ended(), bench.source(0)) == ([], {"failed": 1}, None)
-    bench.core.report([release(op, 0)])
-    assert bench.core.gauges()["slots_used", "cache"] == 0
-
-
 def test_a_declined_pool_is_probed_with_others_chunks_too() -> None:
     bench = BorrowBench()
     bench.core.reload.probe(keys_of(0, 1))
@@ -510,23 +374,6 @@ class BorrowLobby(Lobby):
     def recall(self, name: str = "a") -> int | None:
         answer = self.look_ups.recall(name, QUESTION)
         return None if answer is None else answer.found
-
-
-def test_an_answer_that_rests_on_others_is_given_until_they_give_a_chunk_up() -> None:
-    lobby = BorrowLobby()
-    lobby.others.foreign.set_time(9.0)
-    assert lobby.recall() == 2 * T
-    assert lobby.others.writer.remove(key(1), owned_by(1, place_of(0, 1)), 1)
-    assert lobby.recall() is None
-    assert lobby.look_up("a", QUESTION) == T
-    assert lobby.recall() == T
-
-
-def test_an_answer_is_void_once_another_engine_has_the_next_chunk() -> None:
-    lobby = BorrowLobby()
-    lobby.others.offer(key(2), 2)
-    assert lobby.recall() is None
-    assert lobby.look_up("a", QUESTION) == 3 * T
 
 
 def test_an_answer_is_void_at_a_reset() -> None:

@@ -5,7 +5,6 @@ simulator's (tests/sim)."""
 from __future__ import annotations
 
 import errno
-import random
 import subprocess
 import sys
 from collections import Counter, deque
@@ -22,7 +21,6 @@ from vllm_nvmeof_offload.errors import CANCELLED, CHECKSUM_MISMATCH, DEADLINE, i
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore, Source
 from vllm_nvmeof_offload.manager.handshake import WritePolicy, agree
 from vllm_nvmeof_offload.manager.stores import StoreThreshold
-from vllm_nvmeof_offload.native import Tiers
 from vllm_nvmeof_offload.protocol import (
     OpReport,
     OpReports,
@@ -37,23 +35,8 @@ from vllm_nvmeof_offload.protocol import (
 )
 
 from .bench import KEY_BYTES, TAG, Bench, hello, key, keys_of, release, report
-from .test_entry_memory import resident_bytes
 
 # -- stores and loads -----------------------------------------------------------------
-
-
-def test_prepare_store_gives_the_subset_that_fits_in_order() -> None:
-    bench = Bench(cache=3, pool=0)
-    plan = bench.core.prepare_store(keys_of(1, 2, 2, 3, 4, 5))
-    assert plan.refused == keys_of(4, 5)
-    assert plan.command is not None
-    assert plan.command.batch.key_list() == keys_of(1, 2, 3)
-    full = bench.core.prepare_store(keys_of(6))
-    assert (full.command, full.refused) == (None, keys_of(6))
-    again = bench.core.prepare_store(keys_of(1, 2))
-    assert (again.command, again.refused) == (None, []), (
-        "a present chunk is neither new nor refused"
-    )
 
 
 def _several(*ops: int) -> OpReports:
@@ -90,16 +73,6 @@ def _two_ranks(*, joined: bool) -> tuple[object, ...]:
 
 def test_one_report_on_several_ops_is_a_report_on_each() -> None:
     assert _two_ranks(joined=True) == _two_ranks(joined=False)
-
-
-def test_a_report_on_several_ops_names_none_that_is_over() -> None:
-    bench = Bench()
-    plans = [bench.core.prepare_store(keys_of(number)) for number in (1, 2)]
-    ops = [plan.command.op for plan in plans if plan.command is not None]
-    bench.core.report([_several(*ops)])
-    assert bench.hits([1, 2]) == [1, 2]
-    with pytest.raises(AssertionError, match=f"op {ops[0]}, which has ended"):
-        bench.core.report([_several(*ops)])
 
 
 CHUNK_TOKENS = 256
@@ -161,13 +134,6 @@ def test_a_chunk_whose_read_was_cut_off_gives_its_place_to_a_write_of_the_same_r
     assert bench.write().batch.places[0] == load.batch.places[0]
 
 
-def test_without_a_pool_nothing_waits_to_be_written() -> None:
-    bench = Bench(pool=0)
-    bench.store(1)
-    assert bench.writes() == []
-    assert bench.core.gauges()["writes_pending", "waiting"] == 0
-
-
 def test_with_one_target_suspect_the_others_take_the_writes() -> None:
     bench = Bench(cache=8, pool=6, targets=3, writes_pending_share=1.0)
     bench.core.report([VerdictReport(0, 1, Verdict.SUSPECT)])
@@ -202,44 +168,6 @@ def test_a_full_file_system_shrinks_the_pool_slot_by_slot() -> None:
     assert (gauges["slots", "pool"], gauges["slots_used", "pool"]) == (0, 0)
     assert bench.core.counters["retired_pool_slots"] == 2
     assert bench.hits([1, 2, 3]) == [1, 2, 3], "all still in the CPU tier"
-
-
-def test_a_slot_is_retired_after_its_third_failed_write() -> None:
-    bench = Bench(cache=8, pool=1)
-    for number in range(3):
-        assert bench.core.gauges()["slots", "pool"] == 1
-        bench.store(number)
-        bench.done(bench.write().op, (0, io_error(errno.EIO)))
-    assert bench.core.gauges()["slots", "pool"] == 0
-
-
-@pytest.mark.parametrize(
-    ("number_of_error", "slots_left"), [(errno.EIO, 0), (errno.ENODATA, 0), (errno.ENODEV, 1)]
-)
-def test_a_slot_whose_reads_fail_is_retired_unless_the_whole_target_fails(
-    number_of_error: int, slots_left: int
-) -> None:
-    bench = Bench(cache=1, pool=1)
-    for number in (0, 2, 4):
-        assert bench.core.gauges()["slots", "pool"] == 1
-        bench.store(number)
-        bench.write_all()
-        store = bench.core.prepare_store(keys_of(number + 1)).command  # takes the cache slot
-        load = bench.load(number)
-        bench.done(load.op, (0, io_error(number_of_error)))
-        assert store is not None
-        bench.done(store.op, (0, io_error(errno.EIO)))
-    assert bench.core.gauges()["slots", "pool"] == slots_left
-
-
-def test_failed_writes_far_apart_do_not_retire_a_slot() -> None:
-    bench = Bench(cache=2, pool=1)
-    for number in range(60):
-        bench.store(number)
-        for command in bench.writes():
-            bench.done(command.op, *([(0, io_error(errno.EIO))] if number % 10 == 9 else []))
-    assert bench.core.counters["failed_chunks", "write", "io_error", "0"] == 6
-    assert bench.core.gauges()["slots", "pool"] == 1
 
 
 def test_failed_reads_far_apart_do_not_retire_a_slot() -> None:
@@ -443,59 +371,6 @@ def test_weights_that_arrive_in_many_pieces_reset_once_per_step() -> None:
     assert bench.hits([2]) == []
 
 
-@pytest.mark.parametrize("write_policy", [WritePolicy.THROUGH, WritePolicy.ON_EVICTION])
-def test_a_prompt_that_is_stored_faster_than_it_is_written_has_no_hole(
-    write_policy: WritePolicy,
-) -> None:
-    """Its end is refused until chunks are written, and nothing of its middle is lost."""
-    bench = Bench(cache=100, pool=400, write_policy=write_policy)
-    stored = 0
-    for step in range(60):
-        plan = bench.core.prepare_store(keys_of(*range(stored, 300)[:25]))
-        if plan.command is not None:
-            stored += len(plan.command.batch)
-            bench.done(plan.command.op)
-        assert bench.hits(range(300)) == list(range(stored))
-        if step == 5:
-            assert stored == 100, "the pool has written nothing yet"
-        for command in bench.writes() if step > 5 else ():
-            bench.done(command.op)
-    assert stored == 300
-    assert bench.core.counters["unwritten_chunks", "evicted"] == 0
-    assert bench.core.counters["evictions", "cpu"] > 0
-
-
-def test_what_no_target_takes_gives_way_the_coldest_first() -> None:
-    bench = Bench(cache=4)
-    bench.store(1, 2, 3, 4)
-    assert bench.core.prepare_store(keys_of(5)).refused == keys_of(5)
-    bench.core.report([VerdictReport(0, 0, Verdict.SUSPECT)])
-    bench.core.ended(keys_of(1))
-    bench.store(5, 6)
-    assert bench.hits(range(1, 7)) == [1, 2, 5, 6]
-    assert bench.core.counters["unwritten_chunks", "evicted"] == 2
-
-
-def test_the_write_order_does_not_grow_with_what_has_left_it() -> None:
-    """While no target takes writes, and its first chunk stays in use."""
-    tiers = Tiers(8, [8], key_bytes=KEY_BYTES)
-    tiers.set_usable(0, False)
-
-    def store(first: int, count: int) -> None:
-        for number in range(first, first + count, 4):
-            batch, _, refused, _ = tiers.plan_store(keys_of(*range(number, number + 4)), None, 1)
-            assert not refused
-            tiers.report(0, batch)
-            tiers.touch(keys_of(1))
-
-    store(1, 40_000)
-    before = resident_bytes()
-    store(100_000, 400_000)
-    assert tiers.lookup(key(1)) == 1
-    assert tiers.backlog == len(tiers) == 8
-    assert resident_bytes() - before < 2 << 20, "16 bytes a chunk were 6 MiB"
-
-
 # -- write_policy: on eviction, or off ------------------------------------------------
 
 
@@ -503,50 +378,10 @@ def demoting(cache: int = 8, pool: int = 32, **config: object) -> Bench:
     return Bench(cache, pool, write_policy=WritePolicy.ON_EVICTION, clean_share=0.25, **config)
 
 
-def test_nothing_is_written_while_there_is_room() -> None:
-    bench = demoting(cache=8)
-    bench.store(1, 2, 3, 4, 5, 6)
-    assert bench.writes() == []
-    assert bench.core.gauges()["writes_pending", "waiting"] == 6
-    assert not bench.core.has_pending_work(), "a waiting demotion does not keep the engine stepping"
-
-
-def test_the_coldest_are_written_ahead_of_need_and_then_evicted_without_a_loss() -> None:
-    bench = demoting(cache=8)
-    for number in range(1, 8):
-        bench.store(number)
-    assert bench.write_all() == [1], "one slot of eight is free, and two shall be free or clean"
-    bench.store(8)
-    assert bench.write_all() == [2]
-    bench.store(9, 10)
-    assert [bench.source(number) for number in (1, 2, 3)] == [Source.POOL, Source.POOL, Source.CPU]
-    assert bench.core.counters["unwritten_chunks", "evicted"] == 0
-
-
-def test_chunks_in_use_are_not_written() -> None:
-    bench = demoting(cache=8)
-    for number in range(1, 7):
-        bench.store(number)
-    bench.core.ended(keys_of(1, 2))
-    bench.store(7, 8)
-    assert bench.write_all() == [3, 4]
-
-
 def test_writes_ahead_of_need_are_bounded() -> None:
     bench = demoting(cache=8, writes_pending_share=0.125)
     bench.store(*range(8))
     assert len(bench.write().batch) == 1
-
-
-def test_chunks_evicted_before_their_write_began_are_counted() -> None:
-    bench = demoting(cache=4)
-    bench.core.report([VerdictReport(0, 0, Verdict.SUSPECT)])
-    bench.store(1, 2, 3, 4)
-    bench.store(5, 6)
-    assert bench.core.counters["unwritten_chunks", "evicted"] == 2
-    assert bench.hits(range(1, 7)) == [1, 2, 5, 6]
-    bench.core.report([VerdictReport(0, 0, Verdict.OK)])
-    assert bench.write_all() == [2]
 
 
 def test_evicting_a_clean_chunk_before_a_colder_one_starts_the_colder_ones_write() -> None:
@@ -576,17 +411,6 @@ def test_a_load_lands_only_where_nothing_is_lost() -> None:
     bench.done(held.op)
 
 
-def test_a_failed_demotion_is_not_tried_again() -> None:
-    bench = demoting(cache=4)
-    for number in (1, 2, 3, 4):
-        bench.store(number)
-    bench.done(bench.write().op, (0, io_error(errno.EIO)))
-    assert bench.source(1) is Source.CPU
-    assert bench.writes() == [], "its slot can be reused, so a retry gains nothing"
-    bench.store(5)
-    assert bench.hits([1]) == []
-
-
 def test_a_reset_forgets_waiting_demotions() -> None:
     bench = demoting(cache=4)
     bench.store(1, 2)
@@ -594,15 +418,6 @@ def test_a_reset_forgets_waiting_demotions() -> None:
     assert bench.core.gauges()["writes_pending", "waiting"] == 0
     bench.store(1, 2, 3)
     assert bench.core.gauges()["writes_pending", "waiting"] == 3
-
-
-def test_off_writes_nothing_and_still_reads() -> None:
-    bench = Bench(cache=2, write_policy=WritePolicy.OFF)
-    bench.store(1, 2)
-    bench.store(3)
-    assert bench.writes() == []
-    assert bench.core.gauges()["writes_pending", "waiting"] == 0
-    assert bench.hits([1, 2, 3]) == [1, 3]
 
 
 # -- which chunks are kept; tests/unit/tiers has when one counts as used --------------
@@ -637,15 +452,6 @@ def test_reused_chunks_outlive_chunks_used_once(share: float, found: int) -> Non
     assert serve(bench, [1, 2, 3, 4]) == found
 
 
-def test_reused_chunks_are_evicted_once_requests_stop_using_them() -> None:
-    bench = Bench(cache=8, pool=16, credit_share=2.0)
-    for _ in range(9):
-        serve(bench, [1, 2, 3, 4])
-    for other in range(10, 1000, 10):
-        serve(bench, [other, other + 1, other + 2])
-    assert bench.hits([1, 2, 3, 4]) == []
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     asks=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 7)), max_size=60),
@@ -657,23 +463,6 @@ def test_a_conversation_is_kept_from_its_beginning(
 ) -> None:
     """Within a tier no chunk stays without its predecessor, because no look-up could find it."""
     assert _stranded(Bench(cache=cache, pool=pool, credit_share=2.0), asks)[1] == 0
-
-
-@pytest.mark.parametrize("pool", [10, 15, 20])
-@pytest.mark.parametrize("cache", [7, 10, 14, 20])
-def test_few_chunks_are_stranded_between_two_tiers(cache: int, pool: int) -> None:
-    """The pool may evict chunks that the CPU tier still has, and keep their continuations.
-
-    Not if it is more than twice as large as the CPU tier; else at most 1 % of what is there, of
-    which 0.54 % was seen. Writing such chunks again when they are used did not make it less.
-    """
-    there = stranded = 0
-    for seed in range(60):
-        dice = random.Random(seed)
-        asks = [(dice.randrange(4), dice.randint(1, 7)) for _ in range(40)]
-        found = _stranded(Bench(cache=cache, pool=pool, credit_share=2.0), asks)
-        there, stranded = there + found[0], stranded + found[1]
-    assert stranded <= (0 if pool > 2 * cache else 0.01 * there)
 
 
 def _stranded(bench: Bench, asks: Sequence[tuple[int, int]]) -> tuple[int, int]:
@@ -709,35 +498,12 @@ def test_a_reset_forgets_reuses() -> None:
 # -- store_threshold: a chunk is offloaded when it is seen for the n-th time ----------
 
 
-def test_a_chunk_is_stored_when_seen_the_nth_time() -> None:
-    bench = Bench(cache=8, store_threshold=3)
-    for _ in range(2):
-        plan = bench.core.prepare_store(keys_of(1, 2))
-        assert (plan.command, plan.refused) == (None, [])
-    assert bench.stored(1, 2, 3) == [1, 2]
-    assert bench.core.counters["unstored_chunks", "below_threshold"] == 5
-    assert bench.hits([1, 2, 3]) == [1, 2]
-
-
 def test_what_finds_no_room_does_not_count_as_below_the_threshold() -> None:
     bench = Bench(cache=1, store_threshold=2)
     bench.core.prepare_store(keys_of(1, 2))
     plan = bench.core.prepare_store(keys_of(1, 2, 3))
     assert plan.refused == keys_of(2)
     assert bench.core.counters["unstored_chunks", "below_threshold"] == 3, "1 and 2 at first, and 3"
-
-
-def test_a_threshold_of_one_stores_at_once_and_keeps_no_table() -> None:
-    threshold = StoreThreshold(1, 8)
-    assert threshold.see(keys_of(1, 2)) is None, "all are due"
-    assert len(threshold) == 0
-    assert Bench(store_threshold=1).stored(1) == [1]
-
-
-def test_a_key_twice_in_one_request_counts_once() -> None:
-    bench = Bench(store_threshold=2)
-    assert bench.stored(1, 1) == []
-    assert bench.stored(1, 1) == [1]
 
 
 def test_keys_seen_often_enough_are_stored_at_once_after_a_reset() -> None:
@@ -805,25 +571,6 @@ def write_to_targets(bench: Bench, count: int, service: list[float], at_once: in
         op, row = queues[target].popleft()
         bench.report(op, rows=[row], rank_count=bench.ranks)
     return shares
-
-
-@pytest.mark.parametrize("at_once", [1, 2, 7, 24])
-def test_a_target_twice_as_fast_gets_twice_the_writes(at_once: int) -> None:
-    shares = write_to_targets(bench_of(2, 2 * GB, 1 * GB), 240, [1.0, 2.0], at_once)
-    assert 0.60 <= shares[0] / shares.total() <= 0.72
-
-
-@pytest.mark.parametrize("rates", [(), (1 * GB,), (1 * GB, 0.0)])
-def test_with_an_unknown_rate_the_targets_take_turns(rates: tuple[float, ...]) -> None:
-    shares = write_to_targets(bench_of(2, *rates), 100, [1.0, 1.0], 1)
-    assert shares == {0: 50, 1: 50}
-
-
-def test_the_slowest_rank_decides() -> None:
-    bench = Bench(cache=64, pool=400, targets=2, ranks=2)
-    rates = [(0, 0, 2.0), (1, 0, 1.0), (0, 1, 1.0), (1, 1, 3.0)]
-    bench.core.report([RateReport(rank, target, rate, 1.0) for rank, target, rate in rates])
-    assert write_to_targets(bench, 100, [1.0, 1.0], 1) == {0: 50, 1: 50}
 
 
 def test_a_stalled_target_gets_nothing_more() -> None:
@@ -902,14 +649,3 @@ def test_a_large_adoption_is_logged_in_parts_and_dropped_by_a_reset() -> None:
             assert (change.tier, change.removed) == (POOL, LEFT)
             left += change.keys
     assert left == keys_of(*range(100_000))
-
-
-def test_no_step_carries_more_than_32768_keys() -> None:
-    core = adopting(range(300_000))
-    assert [len(change.keys) for change in core.take_changes()] == [32_768]
-
-
-def test_no_events_are_kept_without_a_subscriber() -> None:
-    bench = Bench()
-    bench.store(1)
-    assert (bench.core.changed_keys, bench.core.take_changes()) == (0, [])

@@ -4,7 +4,6 @@ boundaries."""
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -17,10 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vllm_nvmeof_offload.errors import STALE
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.boundary import (
-    full_prefix,
     limit_of,
     plan,
     prefix_order,
@@ -30,7 +27,6 @@ from vllm_nvmeof_offload.manager.boundary import (
 )
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.handshake import agree
-from vllm_nvmeof_offload.manager.load_or_recompute import Find
 from vllm_nvmeof_offload.manager.stores import BoundaryStores
 from vllm_nvmeof_offload.manager.telemetry import start_line
 from vllm_nvmeof_offload.protocol import (
@@ -105,18 +101,6 @@ class GroupsBench(Bench):
         return {tier: self.core.counters["loaded_tokens", tier] for tier in ("cpu", "pool")}
 
 
-def test_ranks_agree_on_the_groups_and_on_the_most_bytes_of_each() -> None:
-    agreement = agree([rank_hello(0, 8), rank_hello(1, 8, (9000, 0, 5000))])
-    assert agreement.capacity.group_bytes == (16384, 16384, 12288)
-    assert agree([rank_hello(0, 8)]).capacity.group_bytes == GROUP_BYTES
-    other = replace(rank_hello(1, 8), groups=())
-    with pytest.raises(AssertionError, match="other models"):
-        agree([rank_hello(0, 8), other])
-    assert agree([hello(0, 8, 8, ())]).capacity.group_bytes == (8192,)
-    with pytest.raises(AssertionError, match="another model"):
-        Core(CoreConfig(1, KEY_BYTES, GROUPS), agree([hello(0, 8, 8, ())]))
-
-
 def test_a_stores_rows_have_vllms_order_and_their_groups_positions() -> None:
     bench = GroupsBench()
     keys = [*chunks(WINDOW, 2, 3), key_of(STATE, 1), *chunks(FULL, 0, 1, 2, 3)]
@@ -124,13 +108,6 @@ def test_a_stores_rows_have_vllms_order_and_their_groups_positions() -> None:
     assert command is not None
     assert command.batch.key_list() == keys
     assert command.batch.groups.tolist() == [0, 0, 1, 2, 2, 2, 2]
-
-
-def test_a_store_that_does_not_fit_keeps_the_prefix() -> None:
-    """vLLM gives the windows first."""
-    bench = GroupsBench(cache=3)
-    keys = [*chunks(WINDOW, 2, 3), key_of(STATE, 1), *chunks(FULL, 0, 1, 2, 3)]
-    assert bench.keep(*keys) == chunks(FULL, 0, 1, 2)
 
 
 def test_keys_of_a_group_that_is_not_offloaded_are_never_stored_or_adopted() -> None:
@@ -145,59 +122,6 @@ def test_keys_of_a_group_that_is_not_offloaded_are_never_stored_or_adopted() -> 
     core = Core(CoreConfig(1, KEY_BYTES), agree([one]))
     assert [entry.place for entry in core.entries()] == [place_of(0, 1)]
     assert core.counters["adoption_chunks", "incomplete"] == 1
-
-
-def test_the_tails_of_the_last_boundary_are_evicted_before_the_prefix_that_they_need() -> None:
-    bench = GroupsBench(cache=6)
-    keys = [*chunks(WINDOW, 2, 3), key_of(STATE, 1), *chunks(FULL, 1, 2, 3)]
-    assert bench.keep(*keys) == keys
-    bench.write_all()
-    bench.core.ended(keys, ends_of(keys))
-    in_order = [
-        *(key_of(FULL, 1), key_of(FULL, 2), key_of(WINDOW, 2)),
-        *(key_of(FULL, 3), key_of(WINDOW, 3), key_of(STATE, 1)),
-    ]
-    given_up = []
-    for number in range(6):
-        bench.keep(key_of(FULL, 100 + number))
-        cached = bench.core.present(keys, 1)
-        gone = [key for key, there in zip(keys, cached, strict=True) if not there]
-        given_up += [key for key in gone if key not in given_up]
-        bench.core.prepare_store([key_of(FULL, 100 + number)])  # its slot is used just now
-    assert set(given_up[:2]) == set(in_order[-2:]), "window and state end where the last chunk does"
-    assert given_up[2:] == in_order[:-2][::-1]
-
-
-def test_admission_counts_each_groups_own_bytes() -> None:
-    bench = GroupsBench(cache=3)
-    keys = [key_of(WINDOW, 1), key_of(STATE, 0), key_of(FULL, 0)]
-    bench.keep(*keys)
-    bench.write_all()
-    bench.keep(*chunks(FULL, 50, 51, 52))
-    assert bench.core.find(keys, 2 * T) == Find(0, [sum(GROUP_BYTES)], [0], 2 * T)
-    load = bench.core.prepare_load(keys, tokens=range(2 * T), ends=ends_of(keys))
-    assert bench.core.queued_bytes() == [sum(GROUP_BYTES)]
-    bench.done(load.op)
-    assert bench.core.queued_bytes() == [0]
-
-
-def test_the_tokens_of_a_load_count_once_and_fail_together() -> None:
-    bench = GroupsBench(cache=8)
-    pooled = [key_of(WINDOW, 3), *chunks(FULL, 0, 1)]
-    bench.keep(*pooled)
-    bench.write_all()
-    bench.keep(*chunks(FULL, *range(50, 58)))
-    bench.write_all()
-    cached = [key_of(STATE, 1), *chunks(FULL, 2, 3)]
-    bench.keep(*cached)
-    keys = [key_of(WINDOW, 3), key_of(STATE, 1), *chunks(FULL, 0, 1, 2, 3)]
-    load = bench.core.prepare_load(keys, tokens=range(8, 4 * T), ends=ends_of(keys))
-    assert load.batch.key_list() == keys
-    assert bench.loaded() == {"pool": 3 * T - 8, "cpu": T}, "a window's last chunk and the head"
-    bench.report(load.op, (0, STALE), rows=(0,))
-    assert bench.core.counters["recomputed_tokens", "load_failed"] == 4 * T - 8
-    bench.report(load.op, (1, STALE), rows=(1, 2, 3, 4, 5))
-    assert bench.core.counters["recomputed_tokens", "load_failed"] == 4 * T - 8
 
 
 @pytest.mark.parametrize("read", [0, 1])
@@ -215,34 +139,6 @@ def test_an_overdue_load_is_cut_off_only_before_its_first_read_has_ended(read: i
     cancelled = [c.target_op for c in bench.core.take_commands() if isinstance(c, CancelCommand)]
     assert cancelled == ([] if read else [load.op])
     assert bench.core.counters["loads_cut"] == 1 - read
-
-
-def test_a_chunk_that_is_gone_fails_alone() -> None:
-    bench = GroupsBench()
-    keys = chunks(FULL, 0, 1, 2)
-    bench.keep(keys[0], keys[2])
-    bench.write_all()
-    load = bench.core.prepare_load(keys, tokens=range(3 * T), ends=ends_of(keys))
-    batch = load.batch
-    assert batch.key_list() == keys
-    assert (batch.cache[1], batch.places[1], batch.generations[1]) == (-1, -1, 0)
-    assert batch.groups.tolist() == [2, 2, 2]
-    bench.report(load.op, (1, STALE), rows=(0, 1, 2))
-    assert bench.there(keys) == [keys[0], keys[2]]
-    assert bench.core.gauges()["ops"] == 0
-    assert bench.core.gauges()["cache_slots_in_use"] == 0
-
-
-@pytest.mark.parametrize("ended_by", ["reset", "store"])
-def test_a_chunk_that_is_gone_and_comes_back_is_not_the_one_that_fails(ended_by: str) -> None:
-    bench = Bench()
-    load = bench.load(1)
-    assert load.batch.cache.tolist() == load.batch.places.tolist() == [-1]
-    if ended_by == "reset":
-        bench.core.reset()
-    bench.store(1)
-    bench.report(load.op, (0, STALE), rows=(0,))
-    assert bench.hits([1]) == [1]
 
 
 Ranges = st.lists(
@@ -271,19 +167,6 @@ def test_tokens_by_source_are_those_of_a_token_by_token_count(
     ends = (np.array(columns[1], np.int64) + 1) * sizes
     found = _core_of(groups).tokens_by_source(_rows_from(columns[2], positions), tokens, ends)
     assert [*found] == [[*last_source.values()].count(source) for source in range(3)]
-
-
-@given(st.lists(st.integers(-1, 2), max_size=9), st.integers(0, 40), st.integers(1, 60))
-def test_chunks_of_full_attention_follow_each_other_from_the_first_token_on(
-    sources: list[int], first: int, count: int
-) -> None:
-    tokens, size = range(first, first + count), FULL.tokens_per_chunk
-    covered = [
-        sources[at] for at in (t // size - first // size for t in tokens) if at < len(sources)
-    ]
-    rows = _rows_from(sources, np.zeros(len(sources), np.uint8))
-    found = _core_of((FULL,)).tokens_by_source(rows, tokens, None)
-    assert [*found] == [covered.count(source) for source in range(3)]
 
 
 def _rows_from(sources: Sequence[int], positions: Any) -> ChunkBatch:
@@ -361,24 +244,10 @@ class Index:
         return plan(self.groups, self.keys, local, limit, self.has)
 
 
-def test_the_full_prefix_comes_first_then_windows_then_states() -> None:
-    index = Index([STATE_3, WINDOW_1, FULL_0], 80, set())
-    boundary, keys = index.plan(0, 80)
-    assert boundary == 64, "the last token is computed, and a state is there at its chunk's end"
-    assert keys == [b"0/16", b"0/32", b"0/48", b"0/64", b"1/48", b"1/64", b"3/64"]
-
-
 def test_of_a_full_group_alone_every_token_may_be_loaded() -> None:
     index = Index([FULL_0], 80, {(0, 64)})
     assert index.plan(16, 80) == (48, [b"0/32", b"0/48"])
     assert Index([FULL_0], 80, set()).plan(0, 80)[0] == 80
-
-
-def test_a_hole_in_a_window_moves_the_boundary_to_the_last_whole_reach() -> None:
-    index = Index([FULL_0, WINDOW_1], 96, {(1, 80)})
-    boundary, keys = index.plan(0, 96)
-    assert boundary == 64
-    assert keys[-2:] == [b"1/48", b"1/64"]
 
 
 def test_local_chunks_are_wanted_from_the_last_multiple_on() -> None:
@@ -452,17 +321,6 @@ def test_the_index_is_asked_once_per_group() -> None:
     index = Index([FULL_0, WINDOW_1, STATE_3], 4096, {(3, end) for end in range(64, 4097, 16)})
     assert index.plan(0, 4096)[0] == 48
     assert index.questions == 3
-
-
-@pytest.mark.parametrize(("hole", "tokens"), [(None, 784), (32, 16), (304, 288), (784, 768)])
-def test_full_attention_is_counted_up_to_its_first_hole(hole: int | None, tokens: int) -> None:
-    index = Index([FULL_0, STATE_3], 800, {(0, hole)} if hole else set())
-    assert full_prefix(index.groups, index.keys, 16, 800, index.has) == tokens
-    assert index.questions == 1
-
-
-def test_the_unit_of_groups_of_other_chunks() -> None:
-    assert unit_tokens([FULL_0, dataclasses.replace(WINDOW_1, tokens_per_chunk=24)]) == 48
 
 
 # -- against vLLM -------------------------------------------------------------------------
@@ -663,29 +521,6 @@ class Server:
                 yield end
 
 
-def test_of_a_prompt_only_the_window_at_its_end_lasts() -> None:
-    server = Server([FULL_0, WINDOW_3], prompt=170)
-    server.run(170)
-    assert server.kept(FULL_0) == list(range(16, 161, 16))
-    assert (server.kept(WINDOW_3), server.provisional(WINDOW_3)) == ([128, 144, 160], [])
-
-
-def test_local_chunks_are_all_stored() -> None:
-    server = Server([FULL_0, LOCAL_4, WINDOW_3])
-    server.run(160)
-    assert server.kept(LOCAL_4) == server.kept(FULL_0)
-
-
-def test_a_prompt_of_several_steps_has_the_last_step_s_window() -> None:
-    """Until the next one is there: the request may be preempted within its prompt."""
-    server = Server([FULL_0, WINDOW_3], prompt=300)
-    server.run(64)
-    assert server.provisional(WINDOW_3) == [32, 48, 64]
-    server.run(64)
-    assert server.provisional(WINDOW_3) == [96, 112, 128]
-    assert server.resumes_at() == 128
-
-
 def test_a_window_lasts_at_every_so_many_tokens_and_at_a_shared_prefix() -> None:
     server = Server([FULL_0, WINDOW_3], every_tokens=96, prompt=300)
     server.shared = 208
@@ -730,18 +565,6 @@ def test_a_prompt_s_last_part_of_a_chunk_lasts_where_vllm_stores_and_finds_it() 
     assert server.kept(STATE_5) == [160, 272]
 
 
-def test_windows_wait_for_the_state_of_their_boundary() -> None:
-    """States come more seldom, and computing goes on only from one."""
-    server = Server([FULL_0, WINDOW_3, STATE_5], prompt=32)
-    server.run(32)
-    for _ in range(96):
-        server.run(1)
-    server.offer([(FULL_0, 144), (WINDOW_3, 144)])
-    server.computed = 144
-    assert server.resumes_at() == 128
-    assert server.provisional(WINDOW_3) == [96, 112, 128, 144]
-
-
 def test_after_a_reset_everything_is_offered_anew() -> None:
     server = Server([FULL_0, WINDOW_3], prompt=32)
     server.run(64)
@@ -750,12 +573,6 @@ def test_after_a_reset_everything_is_offered_anew() -> None:
     server.computed = 0
     server.run(80)
     assert server.resumes_at() == 80
-
-
-def test_requests_without_a_store_are_ignored() -> None:
-    server = Server([FULL_0, WINDOW_3])
-    server.stores.preempted("b")
-    server.stores.ended("b")
 
 
 @pytest.mark.parametrize("tails", [[WINDOW_3], [STATE_5], [WINDOW_3, STATE_5], [WINDOW_3, LOCAL_4]])

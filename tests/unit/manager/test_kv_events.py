@@ -31,7 +31,6 @@ from vllm.v1.kv_offload.base import (
 
 from tests.e2e.router import Router
 from tests.process import wait_until
-from vllm_nvmeof_offload.errors import CHECKSUM_MISMATCH
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig
 from vllm_nvmeof_offload.manager.ledger import State
@@ -258,54 +257,6 @@ def test_a_prefix_scores_by_the_best_tier_that_has_each_block() -> None:
     assert engine.router.dropped == 0
 
 
-def test_without_their_tokens_only_the_last_block_of_each_chunk_is_known() -> None:
-    """Why routers need `self_describing_kv_events` with chunks of several blocks."""
-    engine = Engine(self_describing=False)
-    engine.computed()
-    engine.store(KEYS)
-    engine.left_the_gpu()
-    assert engine.score(WITH_STORAGE) == 0.0, "the first block of the first chunk is nowhere"
-    cold = Engine(self_describing=False)
-    cold.store(KEYS)
-    assert cold.router.dropped == CHUNKS, "and nothing, if the router has not seen the tokens"
-
-
-@pytest.mark.parametrize(
-    ("remote", "locality"),
-    [((False, False), "LOCAL"), ((False, True), "REMOTE"), ((False, None), None), ((), None)],
-)
-def test_the_pool_is_where_its_targets_are(
-    remote: tuple[bool | None, ...], locality: str | None
-) -> None:
-    engine = Engine(self_describing=True, remote=remote)
-    engine.store(KEYS[:1])
-    engine.bench.write_all()
-    engine.published()
-    assert engine.router.localities == {("cpu", "LOCAL"), ("storage", locality)}
-
-
-def test_a_block_of_two_chunks_is_in_a_tier_until_both_have_left() -> None:
-    """Chunks that part in their second block both announce the first: a consumer must count."""
-    engine = Engine(self_describing=True, cache_slots=2)
-    parting = SimpleNamespace(
-        block_hashes=[HASHES[0], BlockHash(b"%032d" % 900)],
-        all_token_ids=[*TOKENS[:BLOCK], *range(900, 900 + BLOCK)],
-        lora_request=None,
-    )
-    engine.store(KEYS[:1])
-    engine.store([make_offload_key(parting.block_hashes[-1], 0)], parting)
-    left = []
-    for number in (1000, 1001):
-        engine.bench.write_all()
-        other = make_offload_key(b"%032d" % number, 0)
-        plan = engine.manager.core.prepare_store([other])  # evicts the coldest chunk
-        assert plan.command is not None
-        engine.bench.done(plan.command.op)
-        engine.published()
-        left.append(engine.score(WITHOUT_STORAGE))
-    assert left == [0.8, 0.0], "the first block is there until the second chunk has left too"
-
-
 @dataclass
 class Consumer:
     """A consumer of events, to which a block is there until removed as often as stored.
@@ -404,24 +355,3 @@ def test_a_consumer_that_counts_has_the_blocks_of_the_index(blocks: int, steps: 
             assert life.engine.router.blocks == index
             removed += len(before - index)
     assert removed > 300, "blocks leave the tiers"
-
-
-def test_a_removed_chunk_that_was_adopted_takes_its_shared_blocks_along() -> None:
-    """vLLM announces an adopted chunk by its last block, and removes all that it knows by then."""
-    engine = Engine(True, router=Consumer(), adopted=KEYS[0])
-    engine.published()
-    assert {block for _, _, block in engine.router.blocks} == {maybe_convert_block_hash(HASHES[1])}
-    engine.tracker.record_lookup(REQUEST, GROUP, 0, KEYS[0])  # a request finds it
-    other = SimpleNamespace(
-        block_hashes=[HASHES[0], BlockHash(b"%032d" % 900)],
-        all_token_ids=TOKENS[:CHUNK],
-        lora_request=None,
-    )
-    engine.store([make_offload_key(other.block_hashes[-1], 0)], other)
-    engine.bench.write_all()
-    engine.published()
-    shared = "STORAGE", 0, maybe_convert_block_hash(HASHES[0])
-    assert shared in engine.router.blocks
-    engine.bench.done(engine.manager.core.prepare_load([KEYS[0]]).op, (0, CHECKSUM_MISMATCH))
-    engine.published()
-    assert shared not in engine.router.blocks, "although the other chunk in the pool has it"

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from tests.chunks import cache_member, row_of
+from tests.chunks import cache_member
 from vllm_nvmeof_offload.groups import Group, GroupKind, RankGroup
 from vllm_nvmeof_offload.manager.core import CoreConfig, ManagerCore
 from vllm_nvmeof_offload.manager.handshake import agree
@@ -24,7 +24,6 @@ from vllm_nvmeof_offload.protocol import (
     ResetCommand,
     StoreCommand,
     WriteCommand,
-    member_of,
     place_of,
 )
 
@@ -98,43 +97,6 @@ def members(batch: ChunkBatch) -> list[int]:
     return [cache_member(cache) for cache in batch.cache.tolist()]
 
 
-def test_members_take_turns_once_their_ranks_are_believed() -> None:
-    ranks = Ranks([hello(rank) for rank in range(4)])
-    assert members(ranks.store(key(1), key(2), key(3, 3))) == [EVERY_MEMBER] * 3
-    batch = ranks.store(*map(key, range(11, 15)))
-    assert members(batch) == [0, 1, 0, 1]
-    rows = [row_of(cache) for cache in batch.cache.tolist()]
-    assert rows[0] == rows[1] != rows[2] == rows[3], "two parts share a row"
-    assert members(ranks.store(key(15), key(16), key(3, 3), key(4, 3))) == [EVERY_MEMBER, 0, 255]
-
-
-def test_a_single_copy_is_written_by_its_member() -> None:
-    ranks = Ranks([hello(rank) for rank in range(2)])
-    ranks.store(key(1), key(2))
-    assert [member_of(place) for place in ranks.write()] == [EVERY_MEMBER] * 2
-    stored = ranks.store(*map(key, range(11, 14)))
-    assert [member_of(place) for place in ranks.write()] == members(stored) == [0, 1, 0]
-
-
-@pytest.mark.parametrize("set_sizes", [(1, 1), (3, 1), (128, 1)])
-def test_a_set_size_that_fits_no_ranks_is_one(set_sizes: tuple[int, int]) -> None:
-    assert agree([hello(rank, set_sizes) for rank in range(4)]).capacity.set_sizes == (1, 1)
-
-
-def test_all_ranks_must_report_the_same_set_size() -> None:
-    assert agree([hello(0), hello(1)]).capacity.set_sizes == (2, 1)
-    assert agree([hello(0), hello(1, (1, 1))]).capacity.set_sizes == (1, 1)
-
-
-@pytest.mark.parametrize(("crcs", "equal"), [((1, 1, 2, 2), True), ((1, 2, 1, 2), False)])
-def test_ranks_are_compared_within_their_sets(crcs: tuple[int, ...], equal: bool) -> None:
-    ranks = Ranks([hello(rank) for rank in range(4)])
-    ranks.store(key(1), key(2), crcs=crcs)
-    assert ranks.core.unequal_groups == ([] if equal else [0])
-    later = ranks.store(key(11))
-    assert (members(later) != [EVERY_MEMBER]) == equal
-
-
 def test_a_difference_voids_the_pool_and_ends_members(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -164,20 +126,6 @@ def test_a_difference_voids_the_pool_and_ends_members(
     ranks.write()
     assert core.gauges()["ops"] == 0
     assert core.gauges()["cache_slots_orphaned"] == core.gauges()["pool_slots_orphaned"] == 0
-
-
-def test_a_held_single_copy_that_is_doomed_is_released() -> None:
-    ranks = Ranks([hello(rank) for rank in range(2)])
-    core = ranks.core
-    ranks.store(key(1), key(2))
-    ranks.store(key(11), key(12))
-    core.reload.follow("request", [key(11), key(12)], lambda _: False)
-    core.turn()
-    assert set(core.held()) == {key(11), key(12)}
-    ranks.store(key(13), key(14))
-    ranks.store(key(15), crcs=(1, 2))
-    assert not list(core.held())
-    core.reload.left("request")
 
 
 def test_ranks_are_compared_again_after_a_reset() -> None:
@@ -238,22 +186,3 @@ def test_single_copies_are_adopted_from_their_holders() -> None:
         key(4): place_of(0, 2, 1),
     }
     assert ranks.core.gauges()["slots_used", "pool"] == 2, "two parts share a slot"
-
-
-def test_single_copies_are_not_adopted_where_ranks_share_none() -> None:
-    single = found((0, 0, 3, key(3)))
-    assert not len(agree([hello(rank, (1, 1), single) for rank in range(2)]).entries)
-
-
-def test_a_single_copy_is_fetched_and_landed_by_its_member() -> None:
-    adopted = [found((0, 0, 3, key(3))), found((0, 1, 4, key(4)))]
-    ranks = Ranks([hello(rank, adopted=adopted[rank]) for rank in range(2)])
-    load = ranks.core.prepare_load([key(3), key(4)], tokens=range(32), ends=np.array([16, 32]))
-    assert members(load.batch) == [member_of(place) for place in load.batch.places] == [0, 1]
-
-
-def test_a_rank_reads_its_share_of_single_copies() -> None:
-    adopted = [found((0, 0, 3, key(3))), found((0, 1, 4, key(4)))]
-    ranks = Ranks([hello(rank, adopted=adopted[rank]) for rank in range(2)])
-    assert ranks.core.find([key(3), key(4)]).read_bytes == [2 * 8192 // 2]
-    assert ranks.core.config.tokens_in(8, (2, 1)) == 2 * ranks.core.config.tokens_in(8)

@@ -106,45 +106,10 @@ class ReloadRig(HoldsBench):
         self.report(op, (row, CHECKSUM_MISMATCH), rows=[row])
 
 
-def test_a_victims_cached_chunks_are_held_and_the_others_fetched_in_prefix_order() -> None:
-    rig = ReloadRig(pool=[2, 3], cached=[0, 1])
-    rig.preempted("a", *range(4))
-    assert rig.turn() == ["hold 0", "hold 1", "fetch 2", "fetch 3"]
-    assert rig.turn() == [], "done once"
-    rig.arrived(2)
-    assert rig.left("a") == ["drop 0", "drop 1", "drop 2", "cancel 3"]
-    assert (len(rig.core.reload), rig.left("a")) == (0, [])
-
-
-def test_chunks_after_a_missing_one_are_not_fetched() -> None:
-    rig = ReloadRig(pool=[0, 2, 3])
-    rig.preempted("a", *range(4))
-    assert rig.turn() == ["fetch 0"]
-
-
 def test_chunks_in_gpu_memory_are_not_fetched_but_held_if_the_cpu_tier_has_them() -> None:
     rig = ReloadRig(pool=[1, 2], cached=[0])
     rig.preempted("a", *range(3), in_gpu=lambda chunk: chunk < 2)
     assert rig.turn() == ["hold 0", "fetch 2"]
-
-
-def test_chunks_of_a_new_request_are_fetched_and_its_cached_ones_are_not_held() -> None:
-    rig = ReloadRig(pool=[1], cached=[0])
-    rig.queued("a", *range(2))
-    assert rig.turn() == ["fetch 1"]
-    assert rig.left("a") == ["cancel 1"]
-
-
-def test_of_many_preempted_the_shortest_remaining_is_first_and_the_queue_last() -> None:
-    rig = ReloadRig(reload=6, pool=range(100))
-    rig.queued("new", 50, 51)
-    rig.preempted("long", *range(10, 14))
-    rig.preempted("short", 20)
-    rig.preempted("middle", 30, 31)
-    assert rig.turn() == [
-        *("fetch 20", "fetch 30", "fetch 31", "fetch 10", "fetch 11", "fetch 12"),
-        *("fetch 50", "fetch 51"),
-    ]
 
 
 def test_remaining_chunks_decide_the_order_and_not_a_requests_length() -> None:
@@ -156,17 +121,6 @@ def test_remaining_chunks_decide_the_order_and_not_a_requests_length() -> None:
     assert rig.turn() == [], "the budget is spent"
     assert rig.left("a") == [f"cancel {n}" for n in range(6)]
     assert rig.turn() == ["fetch 30", "fetch 20", "fetch 21", "fetch 22"]
-
-
-def test_the_queue_is_served_in_its_order_and_ties_by_arrival() -> None:
-    rig = ReloadRig(queue=3, pool=range(100))
-    rig.queued("low", 10, 11, order=(1, 0.0))
-    rig.queued("high", 20, 21, order=(0, 5.0))
-    rig.queued("too", 30, order=(0, 5.0))
-    assert rig.turn() == ["fetch 20", "fetch 21", "fetch 30"]
-    assert rig.left("too", "high") == ["cancel 30", "cancel 20", "cancel 21"]
-    rig.queued("first", 40, order=(-1, 9.0))
-    assert rig.turn() == ["fetch 40", "fetch 10", "fetch 11"]
 
 
 def test_two_requests_share_a_prefix_until_the_last_has_left() -> None:
@@ -183,35 +137,10 @@ def test_two_requests_share_a_prefix_until_the_last_has_left() -> None:
     rig.check_idle()
 
 
-def test_a_request_preempted_again_before_it_ran_wants_its_current_chunks() -> None:
-    rig = ReloadRig(pool=range(6))
-    rig.preempted("a", *range(2))
-    assert rig.turn() == ["fetch 0", "fetch 1"]
-    rig.arrived(0, 1)
-    rig.preempted("a", *range(3))
-    assert rig.held() == []
-    assert rig.turn() == ["hold 0", "hold 1", "fetch 2"]
-    assert len(rig.left("a")) == 3
-
-
-def test_aborts_before_and_between_turns_leave_nothing() -> None:
-    rig = ReloadRig(reload=2, pool=range(9))
-    rig.preempted("a", *range(3))
-    assert rig.left("a") == []
-    rig.preempted("b", *range(3, 6))
-    assert rig.turn() == ["fetch 3", "fetch 4"]
-    rig.preempted("c", *range(6, 9))
-    assert rig.left("c") == []
-    assert rig.left("b") == ["cancel 3", "cancel 4"]
-    assert rig.turn() == []
-    rig.check_idle()
-
-
 # -- budgets, looks in one turn, fetches under way, and patience ----------------------
 
 #: The scheduler's bounds: looks per turn, and seconds until no request overtakes another.
 LOOKS_MAX = 4096
-PATIENCE_S = 5.0
 MIB = 1 << 20
 
 
@@ -269,60 +198,6 @@ def test_requests_that_left_are_forgotten_behind_a_head_that_waits() -> None:
     assert len(rig.core.reload) == 1
 
 
-def test_a_turn_without_progress_looks_at_few_chunks() -> None:
-    rig = ReloadRig(reload=1, queue=1, pool=range(4000))
-    for number in range(1000):
-        rig.queued(f"q{number}", 2 * number)
-        rig.preempted(f"p{number}", 2 * number + 1)
-    rig.turn()
-    looks = rig.looks
-    rig.turn()
-    assert rig.looks - looks == 2
-
-
-def test_a_long_victim_gets_its_turn_during_a_stream_of_short_ones() -> None:
-    rig = ReloadRig(reload=4, pool=range(1000))
-    rig.preempted("s0", 100, 101)
-    rig.preempted("s1", 102, 103)
-    assert len(rig.turn()) == 4
-    rig.preempted("long", *range(6))
-    first_s = None
-    for tick in range(12):
-        rig.now_s = float(tick)
-        rig.left(f"s{tick}")
-        rig.preempted(f"s{tick + 2}", 104 + 2 * tick, 105 + 2 * tick)
-        if "fetch 0" in rig.turn():
-            first_s = rig.now_s
-    assert first_s == PATIENCE_S
-    assert {0, 1, 2, 3} <= set(rig.held())
-
-
-def test_victims_past_their_patience_are_served_in_order_of_preemption() -> None:
-    rig = ReloadRig(reload=2, pool=range(100))
-    rig.preempted("first", 10, 11, 12)
-    rig.now_s = 1.0
-    rig.preempted("second", 20)
-    rig.now_s = 7.0
-    rig.preempted("third")
-    assert rig.turn() == ["fetch 10", "fetch 11"]
-    assert len(rig.core.reload) == 2, "a request without a full chunk is not followed"
-
-
-def test_one_budget_can_be_off_while_the_other_is_on() -> None:
-    rig = ReloadRig(reload=0, queue=1, pool=range(3))
-    rig.queued("b", 0)
-    assert rig.turn() == ["fetch 0"]
-    rig.preempted("b", 0)
-    assert (rig.held(), len(rig.core.reload)) == ([], 0)
-
-
-def test_without_a_budget_no_request_is_followed() -> None:
-    rig = ReloadRig(reload=0, queue=0, pool=range(3))
-    rig.preempted("a", *range(3))
-    rig.queued("b", *range(3))
-    assert (len(rig.core.reload), rig.turn(), rig.looks) == (0, [], 0)
-
-
 def test_fetches_under_way_are_bounded_by_bytes_and_at_least_four() -> None:
     for slot_bytes, fetches in ((64 * MIB, 4), (32 * MIB, 8), (1024 * MIB, 4)):
         rig = ReloadRig(slot_bytes=slot_bytes, pool=range(16))
@@ -331,45 +206,6 @@ def test_fetches_under_way_are_bounded_by_bytes_and_at_least_four() -> None:
         assert rig.turn() == []
         rig.arrived(0)
         assert rig.turn() == [f"fetch {fetches}"]
-
-
-def test_one_turn_fetches_all_bytes_that_may_be_under_way_with_chunks_of_64_kib_too() -> None:
-    for slot_bytes in (64 << 10, 512 << 10):
-        rig = ReloadRig(queue=8192, slot_bytes=slot_bytes, pool=range(8192))
-        rig.queued("a", *range(8192))
-        assert len(rig.turn()) * slot_bytes == 256 * MIB
-
-
-def test_fetches_for_the_queue_do_not_delay_a_reload() -> None:
-    rig = ReloadRig(slot_bytes=64 * MIB, pool=range(16))
-    rig.queued("new", *range(8))
-    assert len(rig.turn()) == 4
-    rig.preempted("victim", 10, 11)
-    assert rig.turn() == ["fetch 10", "fetch 11"]
-
-
-def test_cached_chunks_of_many_victims_are_held_while_fetches_wait_for_each_other() -> None:
-    rig = ReloadRig(slot_bytes=64 * MIB, pool=range(10), cached=range(10, 22))
-    rig.preempted("pooled", *range(10))
-    rig.preempted("cached", *range(10, 22))
-    assert rig.turn()[:8] == [f"hold {n}" for n in range(10, 18)]
-
-
-def test_looking_again_at_old_victims_leaves_looks_for_new_ones() -> None:
-    rig = ReloadRig(pool=range(8000))
-    for name in range(3):
-        first = 2000 * name
-        rig.preempted(f"old{name}", *range(first, first + 2000), in_gpu=lambda _: True)
-    for tick in range(100):  # for 10 s, a step each 10 ms
-        rig.now_s = 6.0 + 0.01 * tick
-        rig.turn()
-    rig.store(9000)
-    rig.preempted("new", 9000)
-    log: list[str] = []
-    for tick in range(300):
-        rig.now_s = 7.0 + 0.01 * tick
-        log += rig.turn()
-    assert log == ["hold 9000"]
 
 
 # -- changing GPU memory, probes, resets and other requests ---------------------------
@@ -412,15 +248,6 @@ def test_a_victim_behind_the_head_is_fetched_for_when_its_blocks_are_overwritten
     assert log == ["fetch 2", "fetch 3"]
 
 
-def test_a_request_looked_up_again_keeps_its_place_in_the_queue() -> None:
-    rig = ReloadRig(queue=1, pool=range(3))
-    rig.queued("a", 0, in_gpu=lambda _: True)
-    assert rig.turn() == []
-    rig.queued("b", 1)
-    rig.core.reload.looked_up("a", 0)
-    assert rig.turn() == ["fetch 0"]
-
-
 def test_reset_forgets_all_requests_and_later_victims_are_followed() -> None:
     rig = ReloadRig(pool=range(4))
     rig.preempted("a", 0, 1)
@@ -450,47 +277,12 @@ def test_reset_between_two_turns_empties_the_line() -> None:
     assert bench.fetches() == []
 
 
-def test_a_probe_reads_a_few_pool_only_chunks_and_one_is_under_way_at_a_time() -> None:
-    rig = ReloadRig(pool=[0, *range(2, 20)], cached=[1])
-    rig.core.reload.probe(keys_of(*range(20)))
-    assert rig.turn() == ["fetch 0", "fetch 2", "fetch 3"]
-    rig.core.reload.probe(keys_of(*range(10, 20)))
-    assert rig.turn() == []
-    rig.arrived(0, 2, 3)
-    rig.core.reload.probe(keys_of(*range(10, 20)))
-    assert len(rig.turn()) == 4
-
-
 def test_a_probe_skips_held_and_missing_chunks() -> None:
     rig = ReloadRig(pool=[0, 2])
     rig.preempted("a", 0)
     assert rig.turn() == ["fetch 0"]
     rig.core.reload.probe(keys_of(0, 1, 2))
     assert rig.turn() == ["fetch 2"]
-
-
-def test_a_request_reuses_the_read_of_a_probe() -> None:
-    rig = ReloadRig(pool=[0])
-    rig.core.reload.probe(keys_of(0))
-    assert rig.turn() == ["fetch 0"]
-    rig.preempted("a", 0)
-    assert rig.turn() == []
-    rig.arrived(0)
-    assert rig.left("a") == []
-    rig.check_idle()
-
-
-def test_a_chunk_that_failed_for_one_request_is_held_again_for_another() -> None:
-    rig = ReloadRig(pool=[0])
-    rig.preempted("a", 0)
-    assert rig.turn() == ["fetch 0"]
-    rig.failed(0)
-    rig.store(0)  # by another request
-    rig.preempted("b", 0)
-    assert rig.turn() == ["hold 0"]
-    assert rig.left("a") == []
-    assert rig.left("b") == ["drop 0"]
-    rig.check_idle()
 
 
 # Tokens that a resumed request gets back, counted from recorded scheduler outputs.
@@ -578,21 +370,6 @@ def test_tokens_of_a_resume(
     assert not counter.resumed("a", 0)
 
 
-def test_a_first_admission_is_no_resume() -> None:
-    counter = Resumes()
-    counter.offered("a", 0, 64)
-    assert not counter.resumed("a", 0)
-
-
-def test_a_request_that_ends_while_preempted_is_forgotten() -> None:
-    counter = Resumes()
-    counter.step(_step(new={"a": (0, 40)}))
-    counter.step(_step(preempted=("a",)))
-    counter.step(_step(finished=("a",)))
-    counter.offered("a", 0, 32)
-    assert not counter.resumed("a", 0)
-
-
 def test_computed_tokens_of_a_victim_are_known_only_while_it_waits() -> None:
     counter = Resumes()
     counter.step(_step(new={"a": (0, 40), "b": (16, 8)}))
@@ -603,16 +380,6 @@ def test_computed_tokens_of_a_victim_are_known_only_while_it_waits() -> None:
     counter.resumed("a", 0)
     counter.step(_step(cached={"a": (32, 9)}, finished=("b",)))
     assert (counter.computed("a"), counter.computed("b")) == (0, 0)
-
-
-def test_a_victim_preempted_during_its_load_keeps_its_computed_tokens() -> None:
-    counter = Resumes()
-    counter.step(_step(new={"a": (0, 40)}))
-    counter.step(_step(preempted=("a",)))
-    counter.offered("a", 0, 32)
-    counter.step(_step(cached={"a": (32, 1)}))  # ran again before anybody asked what it got
-    counter.step(_step(preempted=("a",)))
-    assert counter.computed("a") == 40
 
 
 def test_a_request_preempted_between_two_steps_is_resumed_in_the_next() -> None:
@@ -633,27 +400,6 @@ def test_accepted_drafts_were_computed(accepted: int) -> None:
     tokens += accepted + 1
     counter.step(_step(preempted=("a",)))
     assert counter.computed("a") == 29 + accepted
-
-
-def test_tokens_of_a_step_that_ends_after_the_preemption_are_counted() -> None:
-    """Asynchronous scheduling: the step's answer comes when the next step is scheduled."""
-    tokens = 29
-    counter = Resumes(tokens=lambda: tokens)
-    counter.step(_step(new={"a": (0, 28)}))
-    counter.step(_step(cached={"a": (28, 6)}, drafts=("a",)))
-    counter.step(_step(preempted=("a",)))
-    assert counter.computed("a") <= tokens
-    tokens = 33
-    assert counter.computed("a") == 32
-
-
-def test_drafts_of_an_earlier_step_do_not_matter() -> None:
-    counter = Resumes(tokens=lambda: 40)
-    counter.step(_step(new={"a": (0, 28)}))
-    counter.step(_step(cached={"a": (28, 6)}, drafts=("a",)))
-    counter.step(_step(cached={"a": (29, 1)}))  # vLLM has taken back what was rejected
-    counter.step(_step(preempted=("a",)))
-    assert counter.computed("a") == 30
 
 
 def test_a_request_never_had_more_computed_than_it_has_tokens() -> None:

@@ -68,31 +68,6 @@ class Serving:
         return gauges["slots_retained", "cache"], gauges["slots_retained", "pool"]
 
 
-def test_a_session_is_found_in_full_under_pressure_and_others_are_not() -> None:
-    serving = Serving()
-    serving.serve(1, 2, 3, session=A)
-    serving.serve(4, 5, 6)
-    serving.press()
-    assert serving.found(1, 2, 3) == [1, 2, 3]
-    assert serving.found(4, 5, 6) == []
-    assert serving.retained == (3, 3)
-    assert serving.in_cpu(1, 2, 3) == [1, 2, 3]
-
-
-def test_a_session_whose_time_has_passed_is_evicted() -> None:
-    serving = Serving()
-    serving.serve(1, 2, session=A, seconds=60)
-    serving.serve(3, 4, session=B, seconds=61)
-    serving.bench.now_s += 60
-    serving.press()
-    assert serving.found(1, 2) == []
-    assert serving.found(3, 4) == [3, 4]
-    serving.bench.now_s += 100_000  # many turns of the wheel at once
-    serving.press(first=2000)
-    assert serving.found(3, 4) == []
-    assert serving.retained == (0, 0)
-
-
 def test_a_later_request_extends_its_session_and_adds_to_it() -> None:
     serving = Serving()
     serving.serve(1, 2, session=A, seconds=60)
@@ -106,20 +81,6 @@ def test_a_later_request_extends_its_session_and_adds_to_it() -> None:
     serving.bench.now_s += 1
     serving.press(first=2000)
     assert serving.found(1, 2, 3, 9) == []
-
-
-def test_a_session_is_dropped_by_its_name_and_what_another_retains_stays() -> None:
-    serving = Serving()
-    serving.serve(1, 2, session=A)
-    serving.serve(1, 3, session=B)
-    serving.bench.core.drop_session(A)
-    serving.bench.core.drop_session(SessionIds(99, 7))
-    serving.press()
-    assert serving.found(1, 2, 3) == [1, 3]
-    serving.bench.core.drop_session(B)
-    serving.press(first=2000)
-    assert serving.found(1, 3) == []
-    assert serving.sessions == 0
 
 
 def test_one_client_retains_no_more_than_its_share_and_takes_nothing_from_another() -> None:

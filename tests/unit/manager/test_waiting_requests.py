@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,16 +20,14 @@ from vllm_nvmeof_offload.manager.load_or_recompute import Attempt, Decision
 from vllm_nvmeof_offload.manager.look_up import Answer, Question, Queue, RequestLookUps
 from vllm_nvmeof_offload.manager.request_log import RequestLog, Start
 from vllm_nvmeof_offload.manager.requests import WaitingRequests
-from vllm_nvmeof_offload.metrics import Counts
 from vllm_nvmeof_offload.protocol import (
-    CancelCommand,
     FetchCommand,
     RateReport,
     Verdict,
     VerdictReport,
 )
 
-from .bench import Bench, key, keys_of, numbers_of
+from .bench import Bench, keys_of, numbers_of
 from .test_holds import HoldsBench
 
 #: Tokens in a chunk.
@@ -150,18 +147,6 @@ class Lobby:
         return [number for fetch in fetches for number in numbers_of(fetch.batch.keys)]
 
 
-def test_chunks_of_a_new_request_are_fetched_except_that_of_its_last_token() -> None:
-    lobby = Lobby()
-    lobby.bench.in_the_pool(0, 1, 2)
-    lobby.add("a", 0, 1, 2, num_tokens=30)  # its last token is computed in any case
-    assert lobby.fetched() == [0, 1]
-    lobby.run(new={"a": 30})
-    (cancel,) = lobby.core.take_commands()
-    assert isinstance(cancel, CancelCommand)
-    assert cancel.indexes is not None
-    assert sorted(cancel.indexes) == [0, 1]
-
-
 def test_nothing_is_fetched_without_prefetch_or_without_keys() -> None:
     lobby = Lobby()
     lobby.bench.in_the_pool(0)
@@ -201,92 +186,12 @@ def test_a_hit_that_vllm_does_not_have_us_load_is_no_admission() -> None:
     assert counts["recomputed_tokens", "declined"] == 4 * T
 
 
-def test_a_hit_on_a_fast_pool_has_a_limit_until_it_is_allocated() -> None:
-    lobby = Lobby()
-    lobby.core.admission.prefill_rate = 10.0
-    lobby.bench.in_the_pool(0, 1)
-    lobby.add("a", 0, 1, prefetch=False)
-    attempt = lobby.decide("a", 0, 20)
-    assert (attempt.tokens, attempt.result) == (20, "load")
-    assert attempt.decision.limit_s == pytest.approx(4.0)
-    assert lobby.look_ups.attempt("a") == attempt
-    lobby.allocated("a")
-    assert lobby.look_ups.attempt("a") is None
-
-
-def test_a_slow_pool_is_declined_and_a_few_chunks_are_read_in_the_background() -> None:
-    lobby = Lobby()
-    lobby.bench.in_the_pool(*range(6))
-    lobby.slow()
-    lobby.add("a", *range(6), prefetch=False)
-    attempt = lobby.decide("a", 0, 60)
-    assert (attempt.tokens, attempt.declined, attempt.result) == (0, 60, "recompute")
-    assert lobby.fetched() == [], "the found chunks are not pinned yet"
-    lobby.run()
-    assert lobby.fetched() == [0, 1, 2, 3]
-    lobby.decide("a", 0, 60)
-    lobby.run()
-    assert lobby.fetched() == [], "one probe at a time"
-
-
-def test_a_load_of_leading_cached_chunks_can_begin_inside_a_chunk() -> None:
-    lobby = Lobby()
-    lobby.bench.in_the_pool(2, 3)
-    lobby.bench.in_both_tiers(0, 1)
-    lobby.slow()
-    lobby.add("a", 0, 1, 2, 3, prefetch=False)
-    assert lobby.admit("a", 0, 40).tokens == 20
-    attempt = lobby.admit("a", 5, 35)
-    assert (attempt.tokens, attempt.declined, attempt.result) == (15, 20, "partial")
-    attempt = lobby.admit("a", 20, 20)
-    assert (attempt.tokens, attempt.declined) == (0, 20)
-    assert lobby.admit("a", 25, 15).tokens == 0
-
-
 def test_automatic_admission_off_loads_everything() -> None:
     lobby = Lobby(admission=False)
     lobby.bench.in_the_pool(0)
     lobby.slow()
     lobby.add("a", 0, prefetch=False)
     assert lobby.decide("a", 0, 10) == Attempt(0, 10, 0, Decision(load=True))
-
-
-def test_a_probe_does_not_evict_what_the_attempt_is_about_to_load() -> None:
-    lobby = Lobby(cache=4)
-    bench = lobby.bench
-    bench.in_both_tiers(2, 3, 4, 5)
-    bench.store(8, 9, 0, 1)  # the writes of 0 and 1 wait: the pool is slow
-    assert bench.hits(range(6)) == [0, 1, 2, 3, 4, 5]
-    lobby.slow()
-    lobby.add("a", 0, 1, 2, 3, 4, 5, prefetch=False)
-    attempt = lobby.admit("a", 0, 60)
-    assert attempt.tokens == 20
-    lobby.core.prepare_load(keys_of(0, 1), attempt.decision.limit_s)
-
-
-def test_a_decision_on_a_hit_is_void_when_the_hit_is_gone() -> None:
-    lobby = Lobby()
-    lobby.bench.in_the_pool(0)
-    lobby.add("a", 0, prefetch=False)
-    lobby.decide("a", 0, 10)  # and then there was no room for it
-    lobby.decide("a", 0, 0)
-    assert lobby.allocated("a") is None
-
-
-def test_a_victim_is_reloaded_and_released_when_its_load_is_planned() -> None:
-    lobby = Lobby(prefetch_cache_share=0.0)
-    lobby.bench.in_the_pool(0, 1, 2)
-    lobby.add("a", 0, 1, 2)
-    lobby.run(new={"a": 25})
-    lobby.run(preempted=("a",))
-    assert lobby.fetched() == [0, 1], "its last chunk was not full"
-    lobby.decide("a", 0, 20)
-    lobby.core.prepare_load(keys_of(0, 1))
-    assert lobby.waiting.resumes.resumed("a", 20)
-    lobby.allocated("a")
-    lobby.run(cached={"a": (20, 5)})
-    assert lobby.bench.ended() == {"used": 2}
-    assert lobby.core.gauges()["requests_waiting"] == 0
 
 
 def test_a_victims_chunks_in_gpu_memory_are_not_fetched() -> None:
@@ -313,16 +218,6 @@ def test_ended_requests_leave_nothing_behind() -> None:
     assert (lobby.bench.held(), lobby.allocated("decided")) == ([], None)
     assert lobby.look_ups.attempt("decided") is None
     lobby.run(preempted=("victim",))  # too late: the request is not known any more
-    assert lobby.core.gauges()["requests_waiting"] == 0
-
-
-def test_a_request_preempted_and_resumed_within_a_step_does_not_wait() -> None:
-    lobby = Lobby()
-    lobby.bench.in_both_tiers(0, 1)
-    lobby.add("a", 0, 1)
-    lobby.run(new={"a": 21})
-    lobby.allocated("a")
-    lobby.run(preempted=("a",), cached={"a": (0, 21)})
     assert lobby.core.gauges()["requests_waiting"] == 0
 
 
@@ -395,13 +290,6 @@ def test_of_a_window_only_the_last_reach_is_fetched() -> None:
     assert lobby.fetched() == [0, 1, 2, 3, 52, 53]
 
 
-def test_a_hole_in_the_window_shortens_what_is_fetched() -> None:
-    lobby = GroupsLobby(16)
-    lobby.bench.in_the_pool(*range(4), 50, 51, 53)
-    lobby.add("a", *range(4))
-    assert lobby.fetched() == [0, 1, 50, 51]
-
-
 def test_a_preempted_request_gets_windows_although_gpu_memory_has_its_prefix() -> None:
     lobby = GroupsLobby(16, prefetch_cache_share=0.0)
     lobby.add("a", *range(4))
@@ -434,29 +322,6 @@ def test_full_attention_behind_the_boundary_is_counted_once_per_admitted_request
     assert lobby.core.counters["recomputed_tokens", "no_boundary"] == T
 
 
-@pytest.mark.parametrize(("found", "limited"), [(0, 4), (2, 2), (4, 0)])
-def test_what_was_found_ends_where_the_windows_end(found: int, limited: int) -> None:
-    lobby = GroupsLobby(16)
-    lobby.bench.in_the_pool(*range(4), *range(50, 50 + found))
-    lobby.add("a", *range(4), prefetch=False)
-    lobby.decide("a", 0, found * T)
-    lobby.allocated("a")
-    assert lobby.core.counters["recomputed_tokens", "no_boundary"] == limited * T
-    lobby.decide("a", 0, found * T)
-    lobby.run(finished=("a",))
-    lobby.allocated("a")
-    assert lobby.core.counters["recomputed_tokens", "no_boundary"] == limited * T
-
-
-def test_of_full_attention_only_nothing_limits_what_is_found() -> None:
-    lobby = Lobby(8)
-    lobby.bench.in_the_pool(*range(4))
-    lobby.add("a", *range(4), prefetch=False)
-    lobby.decide("a", 0, T)
-    lobby.allocated("a")
-    assert lobby.core.counters["recomputed_tokens", "no_boundary"] == 0
-
-
 # -- a look-up's answer is remembered until another one is possible -------------------
 
 ALL = FROM_CPU | FROM_POOL
@@ -480,52 +345,6 @@ class Asked(Lobby):
         return None if answer is None else answer.found
 
 
-def test_an_answer_is_given_again_while_others_store_load_and_evict() -> None:
-    asked = Asked(cache=4)
-    bench, core = asked.bench, asked.core
-    hold = [core._tiers.hold(one) for one in keys_of(0, 1)]
-    assert all(hold), "or they would be evicted"
-    for number in range(200, 240):  # each of them evicts
-        bench.store(number)
-        bench.write_all()
-        bench.done(bench.load(number).op)
-        assert asked.recall() == 2 * T
-    assert core.counters["evictions", "cpu"] > 30
-    assert core.counters["evictions", "pool"] > 0
-
-
-def test_its_own_chunks_may_be_copied_and_written() -> None:
-    asked = Lobby()
-    plan = asked.core.prepare_store(keys_of(0, 1))
-    assert plan.command is not None
-    asked.add("a", 0, 1, 2)
-    asked.look_up("a", QUESTION)
-    asked.bench.done(plan.command.op)
-    answer = asked.answers["a"]
-    assert asked.look_ups.recall("a", QUESTION) is answer
-    assert asked.bench.write_all() == [0, 1]
-    assert asked.look_ups.recall("a", QUESTION) is answer
-
-
-def test_an_eviction_of_its_chunks_voids_it() -> None:
-    asked = Asked(cache=4)
-    asked.bench.store(200, 201, 202, 203)
-    assert asked.recall() is None, "they are in the pool only"
-
-
-def test_a_fetch_of_its_chunks_voids_it_when_it_begins_and_when_it_ends() -> None:
-    asked = Asked(pooled=True)
-    tiers = asked.core._tiers
-    assert asked.recall() == 2 * T
-    assert tiers.begin_fetch(key(1), 0)
-    assert asked.recall() is None
-    asked.ask()
-    (fetch,) = [c for c in asked.core.take_commands() if hasattr(c, "urgency")]
-    assert asked.recall() == 2 * T
-    asked.bench.done(fetch.op)
-    assert asked.recall() is None
-
-
 def test_a_verdict_a_reset_and_a_failure_void_it() -> None:
     asked = Asked(pooled=True)
     asked.core.report([VerdictReport(0, 0, Verdict.GONE)])
@@ -541,47 +360,6 @@ def test_a_verdict_a_reset_and_a_failure_void_it() -> None:
     asked.ask()
     assert asked.recall() == T
     asked.core.reset()
-    assert asked.recall() is None
-
-
-def test_the_key_that_missed_is_asked_again() -> None:
-    asked = Asked()
-    asked.bench.store(3)
-    assert asked.recall() == 2 * T
-    asked.bench.store(2)
-    assert asked.recall() is None
-    asked.ask()
-    assert asked.recall() == 3 * T
-
-
-def test_the_key_behind_a_cap_is_not_asked() -> None:
-    asked = Asked()
-    asked.bench.store(2)
-    capped = replace(QUESTION, cap=2 * T)
-    asked.ask(capped)
-    assert asked.recall(capped) == 2 * T
-
-
-def test_a_load_of_its_chunks_voids_it() -> None:
-    """vLLM delays a request whose chunks are being loaded for another one."""
-    asked = Asked()
-    asked.bench.load(1)
-    assert asked.recall() is None
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"tokens": 5}, {"last_hash": b"d"}, {"local": T}, {"cap": 5}, {"sources": FROM_CPU}],
-)
-def test_another_question_is_not_answered(change: dict[str, Any]) -> None:
-    asked = Asked()
-    assert asked.recall(replace(QUESTION, **change)) is None
-
-
-@pytest.mark.parametrize("found", [None, 0])
-def test_neither_delay_nor_a_miss_is_remembered(found: int | None) -> None:
-    asked = Asked()
-    asked.look_ups.asked("a", Answer(QUESTION, found, keys_of(0, 1), []))
     assert asked.recall() is None
 
 
@@ -621,12 +399,6 @@ def test_admission_decides_again_after_50_ms_or_when_it_has_changed() -> None:
     assert asked.decide("a", 0, 2 * T).result == "load"
 
 
-def test_a_hit_that_the_tiers_do_not_have_is_not_remembered() -> None:
-    asked = Asked()
-    asked.look_ups.asked("a", Answer(QUESTION, 3 * T, keys_of(0, 1, 2), []))
-    assert asked.recall() is None
-
-
 # -- records of requests, and the time that loads save --------------------------------
 
 
@@ -647,40 +419,13 @@ def test_the_number_of_records_and_their_sizes_are_bounded() -> None:
     assert len(last["starts"]) == 8
 
 
-def test_a_whole_id_names_one_record() -> None:
-    log = RequestLog()
-    for name in ("a", "a-0-12ab", "b-0-12ab", "b-1-34cd"):
-        log.started(name, record())
-    assert [one["request"] for one in log.find("a")] == ["a"]
-    assert [one["request"] for one in log.find("b")] == ["b-0-12ab", "b-1-34cd"]
-    assert log.find("") == []
-
-
-def test_an_id_names_the_records_of_all_answers_to_a_request() -> None:
-    log = RequestLog()
-    names = ["0_cmpl-a-0-12ab", "1_cmpl-a-0-12ab", "10_cmpl-a-1-34cd"]
-    for name in (*names, "0_cmpl-ab-0-12ab", "x_cmpl-a-0-12ab", "1_cmpl-a"):
-        log.started(name, record())
-    assert [one["request"] for one in log.find("cmpl-a")] == names
-    assert [one["request"] for one in log.find("cmpl-a-0")] == names[:2]
-    assert [one["request"] for one in log.find(names[1])] == names[1:2]
-
-
-def test_the_first_start_and_the_last_ones_are_kept() -> None:
-    log = RequestLog()
-    for number in range(20):
-        log.started("a", record(tokens=number))
-    (one,) = log.find(None)
-    assert [start["tokens"] for start in one["starts"]] == [0, 13, 14, 15, 16, 17, 18, 19]
-
-
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
         ({}, "no tier has the first chunk that is not in GPU memory"),
         ({"gpu_tokens": 90}, "10 tokens are left, and a chunk has 16"),
         ({"limits": "max_load_tokens=0"}, "the request limits its loads: max_load_tokens=0"),
-        ({"found_tokens": 64}, "vLLM took the found tokens from another source"),
+        ({"found_tokens": 64}, "vLLM took the matched tokens from another source"),
         ({"found_tokens": 64, "loaded_tokens": 64, "no_boundary_tokens": 5}, "5 more tokens were"),
         (
             {
@@ -696,10 +441,6 @@ def test_the_first_start_and_the_last_ones_are_kept() -> None:
 def test_each_reason_is_given(fields: dict[str, Any], reason: str) -> None:
     (given,) = record(**fields).describe()["why"]
     assert given.startswith(reason)
-
-
-def test_a_whole_load_needs_no_reason() -> None:
-    assert record(found_tokens=96, loaded_tokens=96).describe()["why"] == []
 
 
 # -- by the core and the queue ------------------------------------------------------------
@@ -825,11 +566,3 @@ def test_a_load_that_is_cut_off_is_recorded_and_counts_as_lost() -> None:
     start = record(found_tokens=2 * T, loaded_tokens=2 * T, load=worth.load).describe()
     assert start["computed_tokens"] == 100
     assert start["why"][0].startswith("the load was cut off")
-
-
-def test_nothing_is_counted_while_the_prefill_rate_is_unknown() -> None:
-    worth = Worth(prefill_rate=0.0)
-    worth.bench.done(worth.op)
-    assert worth.counted("prefill_seconds") == {}
-    assert worth.load is not None and worth.load.saved_seconds is None
-    assert isinstance(worth.core.counters, Counts)

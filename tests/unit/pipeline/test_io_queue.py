@@ -23,14 +23,11 @@ from vllm_nvmeof_offload.native import CacheGeometry, PythonLanes
 from vllm_nvmeof_offload.protocol import (
     ChunkBatch,
     LoadCommand,
-    OpKind,
-    SlotIdentity,
     StoreCommand,
     Urgency,
     slot_of,
 )
 from vllm_nvmeof_offload.targets.health import TargetHealth
-from vllm_nvmeof_offload.units import MIB
 
 from .bench import READ_S, STRIDE, WRITE_S, Bench, identity, machine_of
 
@@ -53,43 +50,6 @@ def test_demand_then_urgent_fetches_then_fetches_then_writes() -> None:
     assert _started(bench) == [41, 30, 21, 10], "over all targets"
 
 
-def test_fetches_hold_at_most_half_of_a_targets_reads() -> None:
-    bench = Bench(stream_slots=4, cache_slots=8, reads_in_flight_max=4)
-    for n in range(6):
-        bench.fetch(1 + n, number=n, pool=n, cache=n, urgent=n >= 4)
-    bench.pipeline.step()
-    assert _started(bench) == [4, 5]
-    bench.stream(10, range(100, 103))
-    bench.pipeline.step()
-    assert _started(bench) == [4, 5, 100, 101], "the other half, at once"
-    bench.io_done()
-    assert _started(bench)[4:] == [102], "a load before a fetch"
-    bench.io_done()
-    assert _started(bench)[5:] == [0], "first come, first served"
-
-
-def test_a_single_read_at_a_time_may_be_a_fetch() -> None:
-    bench = Bench(reads_in_flight_max=1)
-    bench.fetch(1, number=7, pool=3, cache=0)
-    bench.pipeline.step()
-    assert _started(bench) == [3]
-
-
-def test_a_target_at_its_bound_does_not_stop_the_others() -> None:
-    bench = Bench(stream_slots=20, target_count=2, reads_in_flight_max=4, writes_in_flight_max=2)
-    for slot in range(4):
-        bench.stored(1 + slot, slot=slot, number=slot)
-    for slot in range(4):
-        bench.write(10 + slot, slot, cache=slot, pool=(0, 2, 4, 1)[slot])
-    bench.stream(20, [100, 102, 104, 106])
-    bench.stream(21, [101])
-    bench.pipeline.step()
-    reads = [bench.number(op) for op in bench.io.started if op.is_read]
-    writes = [bench.number(op) for op in bench.io.started if op.kind is OpKind.WRITE]
-    assert sorted(reads) == [100, 101, 102]
-    assert sorted(writes) == [0, 1]
-
-
 def test_a_full_engine_is_offered_every_target_in_turn() -> None:
     bench = Bench(stream_slots=20, target_count=2)
     bench.io.room_max = 1
@@ -98,21 +58,6 @@ def test_a_full_engine_is_offered_every_target_in_turn() -> None:
     for _ in range(4):
         bench.pipeline.step()
     assert sorted(bench.number(op) % 2 for op in bench.io.started) == [0, 0, 1, 1]
-
-
-def test_an_engine_gets_no_more_than_its_room_of_each_kind() -> None:
-    bench = Bench(stream_slots=4, cache_slots=8, target_count=2)
-    for slot in (0, 1):
-        bench.stored(1 + slot, slot=slot, number=slot)
-    bench.io.busy = True
-    bench.write_chunks(3, [(0, 0, 10), (1, 1, 11)])
-    bench.fetch(4, number=8, pool=21, cache=2)
-    bench.stream(5, [40, 41])
-    bench.pipeline.step()
-    assert not bench.io.started
-    bench.io.room_max = 1
-    bench.pipeline.step()
-    assert [op.kind for op in bench.io.started] == [OpKind.LOAD, OpKind.WRITE]
 
 
 # -- bytes ----------------------------------------------------------------------------
@@ -142,55 +87,6 @@ def test_bytes_in_flight_are_capped_per_target_and_direction() -> None:
     assert len(bench.io.ops) == 3
 
 
-def test_more_bytes_are_ahead_of_a_target_that_writes_faster() -> None:
-    bound = 60 * MIB
-    count = bound // STRIDE + 1
-    bench = Bench(cache_slots=count, writes_in_flight_max=count, write_bytes_in_flight_max=bound)
-    slots = range(count)
-    bench.store_chunks(1, [(slot, slot) for slot in slots])
-    bench.pipeline.step()
-    bench.copy.finish(bench.copy.submitted[-1][0])
-    bench.pipeline.step()
-
-    def written(op: int, bytes_per_s: float) -> int:
-        """Write every chunk at this rate; the bytes that were with the engine at a time."""
-        bench.write_chunks(op, [(slot, slot, slot) for slot in slots])
-        bench.pipeline.step()
-        most = len(bench.io.ops) * STRIDE
-        while bench.io.ops:
-            bench.now_s += len(bench.io.ops) * STRIDE / bytes_per_s
-            for token in list(bench.io.ops):
-                bench.io.complete(token)
-            bench.pipeline.step()
-        bench.now_s += 1
-        bench.pipeline.step()
-        bench.reports()
-        return most
-
-    assert written(2, 4e9) == 32 * MIB, "not known yet"
-    assert 50e6 - STRIDE < written(3, 8e9) <= 50e6, "12.5 ms"
-    assert written(4, 8e9) == bound, "less than 75 MB"
-    for op in range(5, 9):
-        written(op, 1e9)
-    assert written(9, 1e9) == 32 * MIB
-
-
-def test_few_bytes_are_written_while_reads_wait_or_run() -> None:
-    bench = Bench(stream_slots=4, cache_slots=8, write_bytes_beside_reads_max=2 * STRIDE)
-    for slot in range(6):
-        bench.stored(1 + slot, slot=slot, number=slot)
-    bench.stream(10, [50, 51])
-    bench.write_chunks(11, [(slot, slot, 100 + slot) for slot in range(6)])
-    bench.pipeline.step()
-    assert _started(bench) == [50, 51, 100, 101]
-    bench.io.complete(bench.io_of(50))
-    bench.pipeline.step()
-    assert len(bench.io.ops) == 3, "one still runs"
-    bench.io.complete(bench.io_of(51))
-    bench.pipeline.step()
-    assert _started(bench)[4:] == [102, 103, 104, 105]
-
-
 def test_one_write_goes_on_beside_reads_whatever_its_size() -> None:
     bench = Bench(stream_slots=2, write_bytes_beside_reads_max=1, read_bytes_in_flight_max=1)
     for slot in (0, 1):
@@ -199,16 +95,6 @@ def test_one_write_goes_on_beside_reads_whatever_its_size() -> None:
     bench.write_chunks(4, [(0, 0, 100), (1, 1, 101)])
     bench.pipeline.step()
     assert _started(bench) == [50, 100], "and one read, if a read is larger than its bound"
-
-
-def test_fetches_hold_at_most_half_of_the_bytes_of_reads() -> None:
-    bench = Bench(stream_slots=4, cache_slots=8, read_bytes_in_flight_max=4 * STRIDE)
-    bench.fetch_chunks(1, [(n, n, n) for n in range(4)])
-    bench.pipeline.step()
-    assert _started(bench) == [0, 1]
-    bench.stream(10, [100, 101, 102])
-    bench.pipeline.step()
-    assert _started(bench) == [0, 1, 100, 101]
 
 
 # -- deadlines ------------------------------------------------------------------------
@@ -306,68 +192,6 @@ def test_a_retry_that_waits_fails_at_its_deadline() -> None:
     assert bench.finished() == [(2, ((0, STALE),))], "what waits for the first time waits on"
 
 
-def test_a_fetch_that_a_load_waits_for_gets_the_priority_of_loads() -> None:
-    bench = Bench(reads_in_flight_max=2)
-    for n in range(3):
-        bench.fetch(1 + n, number=n, pool=n, cache=n)
-    bench.pipeline.step()
-    assert _started(bench) == [0]
-    bench.load(9, 2, cache=2, pool=None)
-    assert _started(bench) == [0, 2]
-    assert bench.io.started[-1].urgency is Urgency.DEMAND
-    bench.io.complete(bench.io.started[-1].token)
-    bench.pipeline.step()
-    assert Reported(3) in bench.reports()
-    assert len(bench.copy.submitted) == 1
-    bench.turn()
-    assert bench.finished() == [(9, ())]
-    while bench.turn():
-        pass
-    assert bench.idle()
-
-
-def test_a_fetch_that_waits_for_its_slot_is_promoted_there() -> None:
-    bench = Bench(reads_in_flight_max=1)
-    bench.stored(1, slot=0, number=7)
-    bench.load(2, 7, cache=0, pool=None)  # its copy holds the slot
-    bench.fetch(3, number=8, pool=3, cache=0)
-    bench.load(4, 8, cache=0, pool=None)
-    bench.copy.finish(1)
-    bench.pipeline.step()
-    assert [op.urgency for op in bench.io.started] == [Urgency.DEMAND]
-
-
-def test_a_submitted_fetch_stays_and_its_retry_is_promoted() -> None:
-    bench = Bench(reads_in_flight_max=2)
-    for n in range(2):
-        bench.fetch(1 + n, number=n, pool=n, cache=n)
-    bench.pipeline.step()
-    bench.load(9, 0, cache=0, pool=None)
-    assert not bench.io.cancelled
-    bench.io_done(io_error(errno.EIO))
-    assert {bench.number(op): op.urgency for op in bench.io.ops.values()} == {
-        0: Urgency.DEMAND,
-        1: Urgency.PREFETCH,
-    }, "both: the retry does not count as a fetch"
-    while bench.turn():
-        pass
-    assert bench.finished() == [(9, ())]
-    assert bench.idle()
-
-
-def test_promoted_fetches_count_toward_the_share_of_their_load() -> None:
-    bench = Bench(stream_slots=8, cache_slots=40, reads_in_flight_max=2)
-    for n in range(40):
-        bench.fetch(100 + n, number=n, pool=n, cache=n)
-    bench.load_chunks(1, [(n, n, None) for n in range(40)])
-    bench.stream(2, range(1000, 1006))
-    bench.pipeline.step()
-    while not (done := bench.finished()):
-        assert bench.turn()
-    assert done == [(2, ())]
-    assert len(_started(bench)) <= 2 * 6 + 2
-
-
 def test_a_cancelled_fetch_leaves_nothing_and_its_load_finds_nothing() -> None:
     for where in ("gate", "queue", "engine"):
         bench = Bench(reads_in_flight_max=1)
@@ -392,22 +216,6 @@ def test_a_cancelled_fetch_leaves_nothing_and_its_load_finds_nothing() -> None:
         assert len(bench.io.started) == (where == "engine")
         assert (4, ((0, STALE),)) in bench.finished(), where
         assert bench.idle(), where
-
-
-def test_a_cancelled_fetch_whose_retry_waits_leaves_nothing() -> None:
-    bench = Bench(reads_in_flight_max=1)
-    bench.fetch(1, number=7, pool=3, cache=0)
-    bench.pipeline.step()
-    bench.io.busy = True
-    bench.io_done(io_error(errno.EIO))
-    bench.cancel(1)
-    assert bench.reports() == [Reported(1, 0, CANCELLED)]
-    assert bench.idle()
-    bench.io.busy = False
-    bench.stream(2, [5])
-    bench.pipeline.step()
-    bench.io_done(OK)
-    assert _started(bench) == [3, 5]
 
 
 # -- jobs share places, shown by the order in which reads of landing loads start ------
@@ -683,16 +491,6 @@ class Slot:
         return self.bench.idle()
 
 
-def test_the_generation_is_part_of_the_content() -> None:
-    slot = Slot()
-    slot.ask(1, A, fill=True)
-    slot.end(1)
-    older = SlotIdentity(identity(A).key, identity(A).generation - 1)
-    load = LoadCommand(2, chunks.batch_of((older, 0, None)))
-    with pytest.raises(AssertionError, match="no such fill"):
-        slot.bench.begin(load, 2)
-
-
 def test_what_was_in_the_slot_before_its_last_fill_cannot_be_read() -> None:
     slot = Slot()
     with pytest.raises(AssertionError, match="no such fill"):
@@ -729,19 +527,6 @@ def test_what_a_hung_fill_brings_late_is_not_read() -> None:
     slot.granted()
     assert slot.ask(2, A, fill=False) == [(2, True)]
     assert slot.idle()
-
-
-def test_a_withdrawn_task_does_not_block_the_next() -> None:
-    slot = Slot()
-    slot.ask(1, A, fill=True)
-    slot.ask(3, A, fill=False)
-    slot.bench.fetch(2, B, pool=0, cache=0)
-    slot.ask(4, B, fill=False)
-    for _ in range(2):
-        slot.bench.cancel(2)
-    assert slot.bench.reports() == [chunks.Reported(2, 0, CANCELLED)]
-    assert slot.end(1) == [(3, False), (4, True)]
-    assert not slot.bench.io.started
 
 
 def test_a_load_promotes_the_fills_of_its_slot_wherever_they_wait() -> None:

@@ -8,12 +8,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.chunks import Reported
 from vllm_nvmeof_offload.copy import geometry
-from vllm_nvmeof_offload.copy.base import Direction
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
-    CHECKSUM_MISMATCH,
     DEADLINE,
     OK,
     STALE,
@@ -21,44 +18,10 @@ from vllm_nvmeof_offload.errors import (
     io_error,
 )
 from vllm_nvmeof_offload.native import _tiers_mutants as tests_build
-from vllm_nvmeof_offload.native import choose_lane
 from vllm_nvmeof_offload.peers.base import NO_PEER, PeerRead, PeerState
-from vllm_nvmeof_offload.protocol import OpKind
 from vllm_nvmeof_offload.worker import pipeline
 
-from .bench import READ_S, STRIDE, Bench
-
-WAIT, OWN, FIRST, SECOND = -1, 0, 1, 2
-
-
-@pytest.mark.parametrize(
-    ("own", "peers", "chosen"),
-    [
-        ((1.0, True), [], OWN),
-        ((1.0, False), [], WAIT),
-        ((1.0, True), [(2.0, True)], OWN),
-        ((2.0, True), [(1.0, True)], FIRST),
-        ((3.0, True), [(2.0, True), (1.0, True)], SECOND),
-        # A tie is the own lane's; beyond one twentieth it is none.
-        ((1.04, True), [(1.0, True)], OWN),
-        ((1.06, True), [(1.0, True)], FIRST),
-        # The best lane is waited for, not left for a slower one that is free.
-        ((1.0, False), [(2.0, True)], WAIT),
-        ((2.0, True), [(1.0, False)], WAIT),
-        # On a tie the own lane may be full while the peer, which ends sooner, has room.
-        ((1.04, False), [(1.0, True)], FIRST),
-        ((1.0, False), [(1.04, True)], WAIT),
-        # Between two peers, too, a slower one that has room is no reason not to wait.
-        ((3.0, True), [(1.0, False), (2.0, True)], WAIT),
-        # Nobody knows when a lane without a rate ends.
-        ((float("inf"), True), [(1.0, True)], FIRST),
-        ((1.0, True), [(float("inf"), True)], OWN),
-    ],
-)
-def test_the_chunk_goes_where_it_ends_first(
-    own: tuple[float, bool], peers: list[tuple[float, bool]], chosen: int
-) -> None:
-    assert choose_lane(*own, peers) == chosen
+from .bench import READ_S, Bench
 
 
 # -- which chunks they get, and what becomes of them when a peer fails ----------------
@@ -95,40 +58,6 @@ def test_equal_lanes_share_a_load() -> None:
     assert bench.idle()
 
 
-def test_a_peer_that_ends_later_gets_nothing() -> None:
-    busy = PeerState(usable=True, credits=8, bytes_per_s=0.0, queued_bytes=100 * STRIDE)
-    bench = Bench(stream_slots=8, peers=[busy])
-    bench.stream(1, range(4))
-    bench.pipeline.step()
-    assert _own(bench) == [0, 1, 2, 3]
-
-
-def test_one_without_credits_gets_nothing_and_is_not_waited_for() -> None:
-    none = PeerState(usable=True, credits=0, bytes_per_s=1e9, queued_bytes=0)
-    bench = Bench(stream_slots=8, peers=[none, NO_PEER])
-    bench.stream(1, range(4))
-    bench.pipeline.step()
-    assert _own(bench) == [0, 1, 2, 3]
-
-
-def test_a_peer_has_no_more_than_its_credits() -> None:
-    bench = Bench(stream_slots=16, peers=[FAST._replace(credits=2)])
-    bench.stream(1, range(12))
-    bench.pipeline.step()
-    assert len(bench.peers.reads) == 2
-    bench.peers.end(next(iter(bench.peers.reads)))
-    bench.pipeline.step()
-    assert len(bench.peers.reads) == 2
-    assert len(_asked(bench)) == 3
-
-
-def test_a_small_load_is_not_split() -> None:
-    bench = Bench(stream_slots=8, peers=[FAST])
-    bench.stream(1, range(3))
-    bench.pipeline.step()
-    assert _own(bench) == [0, 1, 2]
-
-
 def test_only_the_helpers_that_a_request_named_read_for_it() -> None:
     bench = Bench(stream_slots=12, peers=[FAST, FAST])
     bench.stream(1, range(4), helpers=0b10)
@@ -140,13 +69,6 @@ def test_only_the_helpers_that_a_request_named_read_for_it() -> None:
     _finish(bench)
     assert {lane for lane, read in bench.peers.asked if read.place.slot >= 8} == {0, 1}
     assert sorted(bench.finished()) == [(1, ()), (2, ()), (3, ())]
-
-
-def test_fetches_go_to_no_peer() -> None:
-    bench = Bench(stream_slots=8, cache_slots=8, peers=[FAST])
-    bench.fetch_chunks(1, [(n, n, n) for n in range(4)])
-    bench.pipeline.step()
-    assert not bench.peers.asked
 
 
 def test_what_a_peer_fails_at_goes_home_once_with_its_retry_and_its_deadline() -> None:
@@ -191,25 +113,6 @@ def test_a_peers_try_ends_at_half_of_the_deadline() -> None:
     assert bench.idle()
 
 
-def test_a_failure_before_its_release_leaves_the_slot_to_the_peer() -> None:
-    bench = Bench(stream_slots=4, peers=[FAST])
-    bench.stream(1, range(4))
-    bench.pipeline.step()
-    held = list(bench.peers.reads.values())
-    for read in held:
-        bench.peers.end(read.token, io_error(errno.EIO), released=False)
-    bench.pipeline.step()
-    while bench.turn():
-        pass
-    assert bench.finished() == [(1, ())]
-    used = {op.address for op in bench.io.started}
-    assert not used & {read.address for read in held}
-    for read in held:
-        bench.peers.end(read.token, io_error(errno.EIO))
-    bench.pipeline.step()
-    assert bench.idle()
-
-
 def test_peers_cannot_take_the_slots_of_the_targets() -> None:
     bench = Bench(stream_slots=4, peers=[FAST])
     bench.stream(1, range(40))
@@ -242,29 +145,6 @@ def test_a_cancelled_load_stops_asking() -> None:
     assert not bench.copy.submitted
 
 
-def test_peers_failures_say_nothing_of_a_target() -> None:
-    bench = Bench(stream_slots=8, peers=[FAST])
-    bench.stream(1, range(4))
-    bench.pipeline.step()
-    for token in list(bench.peers.reads):
-        bench.peers.end(token, io_error(errno.EIO))
-    _finish(bench)
-    assert bench.finished() == [(1, ())]
-    assert bench.reports() == [Reported(1, row) for row in range(4)], "and no verdict"
-    assert all(op.kind is OpKind.LOAD for op in bench.io.started)
-
-
-def test_queues_by_lane() -> None:
-    known = PeerState(usable=True, credits=8, bytes_per_s=2.0 * STRIDE, queued_bytes=STRIDE)
-    bench = Bench(stream_slots=4, peers=[known])
-    bench.stream(1, range(8))
-    bench.pipeline.step()
-    own, peer = bench.pipeline.read_queues()
-    asked = len(bench.peers.reads)
-    assert own == ((8 - asked) * STRIDE, 0.0)
-    assert peer == ((1 + asked) * STRIDE, (1 + asked) / 2)
-
-
 # -- loads that land in cache slots: no pull ever writes into a cache slot ------------
 
 CACHE = 8
@@ -281,10 +161,6 @@ def _landing(chunks: int = 8, peers: tuple[PeerState, ...] = (FAST,)) -> Bench:
 
 def _reads(bench: Bench) -> list[PeerRead]:
     return list(bench.peers.reads.values())
-
-
-def _slot(address: int) -> int:
-    return address // STRIDE
 
 
 def _bring(bench: Bench) -> None:
@@ -306,38 +182,6 @@ def _finish_in_turn(bench: Bench) -> None:
         _finish_own(bench)
 
 
-def test_equal_lanes_share_a_load_that_lands() -> None:
-    bench = _landing()
-    assert _own(bench) == [0, 2, 4, 6]
-    assert [_slot(op.address) for op in bench.io.started] == [0, 2, 4, 6], "straight into the cache"
-    assert [read.place.slot for _, read in bench.peers.asked] == [1, 3, 5, 7]
-    assert all(_slot(read.address) >= CACHE for read in _reads(bench))
-    _finish_in_turn(bench)
-    assert bench.finished() == [(1, ())]
-    assert bench.idle()
-
-
-def test_a_chunk_is_copied_to_the_gpu_once_it_has_landed() -> None:
-    bench = _landing()
-    pulled = {_slot(read.address) for read in _reads(bench)}
-    _bring(bench)
-    assert not bench.copy.submitted, "their cache slots do not hold them yet"
-    ((ticket, direction, sources, fence),) = bench.landing.submitted
-    assert direction is Direction.LOAD
-    assert fence is None
-    assert {_slot(source) for source in sources} == pulled
-    bench.landing.finish(ticket)
-    bench.pipeline.step()
-    ((_, _, staged, _),) = bench.copy.submitted
-    assert {_slot(address) for address in staged} == {1, 3, 5, 7}
-    _finish_in_turn(bench)
-    bench.load(2, 3, 3, None)  # it stays there
-    assert len(bench.copy.submitted) > 1
-    _finish_in_turn(bench)
-    assert [failures for _, failures in bench.finished()] == [(), ()]
-    assert bench.idle()
-
-
 def test_the_own_lane_takes_what_lands_as_late_as_what_does_not() -> None:
     """A chunk that is given to the own lane early cannot go to the peer any more."""
     bench = Bench(stream_slots=4, cache_slots=CACHE, peers=[FAST._replace(credits=1)])
@@ -349,35 +193,6 @@ def test_the_own_lane_takes_what_lands_as_late_as_what_does_not() -> None:
     assert len(_own(bench)) == 3
     _finish_in_turn(bench)
     assert bench.finished() == [(1, ())]
-    assert bench.idle()
-
-
-def test_what_a_peer_fails_at_is_read_into_its_cache_slot() -> None:
-    bench = _landing()
-    for read in _reads(bench):
-        bench.peers.end(read.token, STALE)
-    bench.pipeline.step()
-    assert sorted(_own(bench)) == list(range(8))
-    assert sorted(_slot(op.address) for op in bench.io.started) == list(range(8))
-    _finish_in_turn(bench)
-    assert bench.finished() == [(1, ())]
-    assert not bench.landing.submitted
-    assert bench.idle()
-
-
-def test_a_pull_that_may_go_on_holds_its_stream_slot_and_no_cache_slot() -> None:
-    bench = _landing()
-    held = _reads(bench)
-    for read in held:
-        bench.peers.end(read.token, io_error(errno.EIO), released=False)
-    bench.pipeline.step()
-    assert sorted(_slot(op.address) for op in bench.io.started) == list(range(8))
-    _finish_own(bench)
-    assert bench.finished() == [(1, ())]
-    assert not bench.idle()
-    for read in held:
-        bench.peers.end(read.token, CANCELLED)
-    bench.pipeline.step()
     assert bench.idle()
 
 
@@ -528,16 +343,6 @@ class Loads:
         return self.bench.pipeline.counters["peer_events", "rest"]
 
 
-def test_the_share_of_a_peer_and_the_time_without_it() -> None:
-    loads = Loads()
-    begin_s = loads.bench.now_s
-    loads.load(SHARED_S)
-    assert len(loads.bench.peers.asked) == 2
-    loads.begin(3)
-    loads.read_here()
-    assert loads.bench.now_s - begin_s == pytest.approx(SHARED_S + 3 * CHUNK_S)
-
-
 def test_one_that_is_late_eight_times_in_a_row_rests() -> None:
     loads = Loads()
     for _ in range(LATE_MAX - 1):
@@ -587,84 +392,6 @@ def test_a_chunk_that_came_home_is_still_the_peers() -> None:
         loads.read_here()
         loads.end(op)
     assert not loads.asks()
-
-
-def test_chunks_that_come_home_in_time_are_not_held_against_it() -> None:
-    loads = Loads()
-    for _ in range(LATE_MAX):
-        op = loads.begin()
-        loads.peers_end(LOST)
-        loads.read_here()
-        loads.end(op)
-    assert loads.asks() == {0}
-
-
-def test_of_two_the_one_rests_whose_chunks_come_last() -> None:
-    loads = Loads(FAST, FAST)
-    for _ in range(LATE_MAX):
-        op = loads.begin(6)
-        loads.read_here()
-        loads.peers_end(lanes=(1,))
-        loads.bench.now_s += 8 * CHUNK_S
-        loads.peers_end()
-        loads.end(op)
-    assert loads.asks() == {1}
-
-
-def test_cancelled_loads_are_not_judged() -> None:
-    loads = Loads()
-    for _ in range(LATE_MAX):
-        op = loads.begin()
-        loads.read_here()
-        loads.bench.now_s += LATE_S
-        loads.bench.cancel(op)
-        loads.bench.pipeline.step()
-        loads.peers_end()
-        loads.bench.finished()
-    assert loads.asks() == {0}
-
-
-def _bring_nothing(loads: Loads, outcome: Outcome, reads: int = 8) -> None:
-    """reads: of a peer that reads two chunks of each load."""
-    for _ in range(reads // 2):
-        op = loads.begin()
-        loads.peers_end(outcome)
-        loads.read_here()
-        loads.end(op)
-
-
-@pytest.mark.parametrize("outcome", [STALE, CHECKSUM_MISMATCH, io_error(errno.EIO)])
-def test_one_of_which_eight_reads_in_a_row_bring_nothing_rests(outcome: Outcome) -> None:
-    loads = Loads()
-    _bring_nothing(loads, outcome, 6)
-    assert loads.asks() == {0}, "one that brings something"
-    _bring_nothing(loads, outcome)
-    until_s = loads.bench.now_s + FAULT_REST_S
-    assert not loads.asks()
-    assert loads.rests == 1
-    loads.bench.now_s = until_s
-    assert loads.asks() == {0}
-
-
-def test_what_it_had_when_its_rest_began_does_not_lengthen_it() -> None:
-    loads = Loads()
-    ops = [loads.begin() for _ in range(8)]
-    asked = len(loads.bench.peers.asked)
-    loads.peers_end(STALE)
-    until_s = loads.bench.now_s + FAULT_REST_S
-    assert len(loads.bench.peers.asked) == asked + 8, "in the step in which its rest began"
-    loads.peers_end(STALE)
-    loads.read_here()
-    loads.end(*ops)
-    loads.bench.now_s = until_s
-    assert loads.asks() == {0}
-
-
-@pytest.mark.parametrize("outcome", [LOST, io_error(errno.EBADF), DEADLINE])
-def test_what_is_no_fault_of_a_read_brings_no_rest(outcome: Outcome) -> None:
-    loads = Loads()
-    _bring_nothing(loads, outcome, 16)
-    assert loads.asks() == {0}
 
 
 def _lose(loads: Loads, *after_s: float) -> None:

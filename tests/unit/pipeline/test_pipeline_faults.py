@@ -12,7 +12,6 @@ from vllm_nvmeof_offload.errors import (
     CANCELLED,
     CHECKSUM_MISMATCH,
     DEADLINE,
-    OK,
     STALE,
     Outcome,
     io_error,
@@ -20,7 +19,7 @@ from vllm_nvmeof_offload.errors import (
 from vllm_nvmeof_offload.protocol import OpKind, ResetCommand, Verdict, VerdictReport
 from vllm_nvmeof_offload.targets.health import TargetHealth
 
-from .bench import NO_EPOCH, READ_S, TAG, WRITE_S, Bench, identity
+from .bench import NO_EPOCH, TAG, WRITE_S, Bench
 
 
 def test_a_deadline_gives_the_outcome_at_once_and_the_slot_later() -> None:
@@ -36,49 +35,6 @@ def test_a_deadline_gives_the_outcome_at_once_and_the_slot_later() -> None:
     bench.io_done()
     assert bench.reports() == [Reported(1, 0, None), VerdictReport(0, 0, Verdict.OK)]
     assert bench.idle()
-
-
-def test_no_task_waits_forever_for_a_full_engine() -> None:
-    bench = Bench(stream_slots=4)
-    bench.stored(1, slot=0, number=7)
-    bench.io.busy = True
-    bench.write(2, 7, cache=0, pool=5)
-    bench.load(3, 8, cache=None, pool=4)
-    bench.finished()
-    bench.now_s = READ_S + 0.1
-    bench.pipeline.step()
-    assert bench.finished() == [(3, ((0, DEADLINE),))]
-    bench.now_s = WRITE_S + 0.1
-    bench.pipeline.step()
-    assert bench.reports()[-1] == Reported(2, 0, DEADLINE)
-    assert bench.idle()
-
-
-def test_cancel_keeps_a_buffer_that_the_engine_has() -> None:
-    bench = Bench(stream_slots=1)
-    bench.load(1, 7, cache=None, pool=3)
-    bench.load(2, 8, cache=None, pool=4)  # waits for a stream slot
-    bench.pipeline.cancel(1)
-    bench.pipeline.cancel(2)
-    assert bench.finished() == [(1, ((0, CANCELLED),)), (2, ((0, CANCELLED),))]
-    assert bench.io.cancelled == [next(iter(bench.io.ops))]
-    bench.load(3, 9, cache=None, pool=5)
-    assert len(bench.io.ops) == 1, "the stream slot is still the kernel's"
-    bench.io_done(OK)
-    assert not bench.copy.submitted, "cancelled reads are thrown away"
-    assert [bench.number(op) for op in bench.io.ops.values()] == [5]
-
-
-def test_cancel_lets_a_running_copy_finish() -> None:
-    bench = Bench()
-    bench.stored(1, slot=0, number=7)
-    bench.finished()
-    bench.load(2, 7, cache=0, pool=None)
-    bench.pipeline.cancel(2)
-    assert bench.finished() == [], "DMA still works on its blocks"
-    bench.copy.finish(1)
-    bench.pipeline.step()
-    assert bench.finished() == [(2, ())]
 
 
 def _reset_beside_writes(named: bool = False) -> Bench:
@@ -170,21 +126,6 @@ def _shared(*, queued: bool) -> Bench:
     return bench
 
 
-@pytest.mark.parametrize("queued", [True, False])
-def test_cutting_one_load_leaves_the_other_its_read(queued: bool) -> None:
-    bench = _shared(queued=queued)
-    assert bench.io.cancelled == []
-    assert [op.identity for op in bench.io.started] == [identity(7)]
-    bench.io_done()
-    assert list(bench.copy.open) == [0], "copied only for the second load"
-    bench.copy.finish(0)
-    bench.pipeline.step()
-    assert bench.finished() == [(2, ())]
-    reports = bench.reports()
-    assert Reported(1, 0, CANCELLED) in reports
-    assert bench.idle()
-
-
 @pytest.mark.parametrize("outcome", [CHECKSUM_MISMATCH, DEADLINE])
 def test_a_continued_read_that_fails_ends_the_loads_that_wait(outcome: Outcome) -> None:
     bench = _shared(queued=False)
@@ -197,16 +138,6 @@ def test_a_continued_read_that_fails_ends_the_loads_that_wait(outcome: Outcome) 
         bench.io_done()
     assert bench.idle()
     assert not bench.copy.submitted
-
-
-def test_a_read_that_only_the_cut_load_waits_for_is_cancelled() -> None:
-    bench = Bench()
-    bench.load(1, 7, cache=0, pool=3)
-    bench.pipeline.cancel(1)
-    assert bench.io.cancelled == [next(iter(bench.io.ops))]
-    bench.io_done(OK)
-    bench.load(2, 7, cache=0, pool=None)
-    assert bench.finished() == [(1, ((0, CANCELLED),)), (2, ((0, STALE),))]
 
 
 # -- a reset lane by lane: a target that hangs holds up no other ----------------------
@@ -237,32 +168,6 @@ def _write_each(bench: Bench, op: int) -> None:
 
 def _rows(bench: Bench) -> list[object]:
     return [report for report in bench.reports() if isinstance(report, Reported)]
-
-
-def test_a_superblock_waits_for_writes_of_its_own_target_only() -> None:
-    bench = _stored()
-    bench.write(10, 1, cache=0, pool=0)
-    bench.pipeline.step()
-    _reset(bench)
-    assert set(bench.superblocks()) == {1}
-    bench.io.complete(bench.superblocks()[1])
-    bench.hang(WRITE_S)
-    assert set(bench.superblocks()) == {0}
-
-
-def test_a_targets_writes_wait_for_its_own_superblock_only() -> None:
-    bench = _stored()
-    _reset(bench)
-    _write_each(bench, 20)
-    assert bench.writes() == []
-    bench.io.complete(bench.superblocks()[1])
-    bench.pipeline.step()
-    assert bench.writes() == [(21, 1)]
-    assert _rows(bench) == [Reported(11)], "what is on disk is void from now on"
-    bench.io.complete(bench.superblocks()[0])
-    bench.pipeline.step()
-    assert set(bench.writes()) == {(21, 1), (20, 1)}
-    assert _rows(bench) == []
 
 
 def test_a_superblock_that_hangs_has_a_deadline_and_names_when_it_comes() -> None:

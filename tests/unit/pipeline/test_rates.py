@@ -7,7 +7,6 @@ The depth in flight decides how far that rate can be trusted.
 from __future__ import annotations
 
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -15,12 +14,8 @@ import pytest
 from tests.chunks import place_in
 from vllm_nvmeof_offload.native import CacheGeometry, PythonLanes
 from vllm_nvmeof_offload.protocol import NOWHERE, ChunkBatch, OpKind, Urgency
-from vllm_nvmeof_offload.staging import StagingMap
-from vllm_nvmeof_offload.units import MIB
-from vllm_nvmeof_offload.worker import pipeline
-from vllm_nvmeof_offload.worker.pipeline import TransferLimits, TransferPipeline
 
-from .bench import FakeCopy, FakeIo, machine_of
+from .bench import machine_of
 
 _KINDS = list(OpKind)
 _OK, _IO_ERROR = 0, 1
@@ -133,30 +128,6 @@ class Meter:
         self.machine.take_finished()
 
 
-def test_idle_time_does_not_count() -> None:
-    bench = Meter()
-    bench.write(0.1)
-    bench.now_s += 100.0
-    assert bench.rates() == [(0, 1000, 0)]
-
-
-def test_concurrent_operations_share_busy_time() -> None:
-    bench = Meter()
-    tokens = [bench.began(is_write=True) for _ in range(4)]
-    bench.now_s = 2.0
-    bench.ended(*tokens)
-    assert bench.rates() == [(0, 200, 0)]
-
-
-def test_directions_and_targets_are_metered_separately() -> None:
-    bench = Meter(targets=2)
-    bench.write(1.0, target=1)
-    token = bench.began(1)
-    bench.now_s += 1 / 3
-    bench.ended(token)
-    assert bench.rates() == [(1, 100, 300)]
-
-
 def test_a_rate_is_reported_at_most_four_times_per_second_and_only_if_changed() -> None:
     bench = Meter()
     bench.write(0.2, count=2)
@@ -182,16 +153,6 @@ def test_a_target_that_stalls_gets_slower() -> None:
     assert [rate for _, rate, _ in rates] == [500, 250, 125]
 
 
-def test_too_few_operations_in_too_short_a_time_are_no_measurement() -> None:
-    bench = Meter()
-    bench.write(0.03, count=3)
-    bench.now_s = 2.0
-    assert bench.rates() == []
-    bench.write(0.01)
-    bench.now_s += 1.0
-    assert bench.rates() == [(0, 10_000, 0)], "four are"
-
-
 def test_operations_in_flight_at_the_end_of_a_period_do_not_count_as_a_stall() -> None:
     """A target that completes most of its concurrent reads late in the second period."""
     bench = _known(1000)
@@ -206,68 +167,12 @@ def test_operations_in_flight_at_the_end_of_a_period_do_not_count_as_a_stall() -
     assert rate is None or rate == pytest.approx(1000, rel=0.1)
 
 
-def test_less_than_a_second_without_a_completion_is_no_measurement() -> None:
-    bench = _known(1000)
-    bench.began()
-    bench.now_s += 0.9
-    assert bench.read_rate() is None
-    bench.now_s += 0.3
-    assert bench.read_rate() == 500
-
-
 def _known(rate: int) -> Meter:
     """A meter that has seen this rate while the target was saturated by four reads."""
     bench = Meter(size=rate // 4)
     bench.read(1.0, at_once=4)
     assert bench.read_rate() == rate
     return bench
-
-
-def test_a_saturated_target_moves_both_ways() -> None:
-    for newest in (500, 2000):
-        bench = _known(1000)
-        bench.read(1000 / newest, at_once=4)
-        assert bench.read_rate() == (1000 + newest) / 2
-
-
-def test_few_reads_do_not_make_a_target_look_slow() -> None:
-    bench = _known(1000)
-    bench.read(250 / 300, at_once=1)  # a quarter of what it can do is what one in four may do
-    assert bench.read_rate() is None
-    bench.read(250 / 300, at_once=2)
-    assert bench.read_rate() is None
-
-
-def test_few_reads_make_a_target_look_faster_than_it_was() -> None:
-    bench = _known(1000)
-    bench.read(1.0, at_once=1, count=12)
-    assert bench.read_rate() == 2000
-
-
-def test_few_reads_give_a_rate_while_none_is_known() -> None:
-    bench = Meter()
-    bench.read(1.0, at_once=1)
-    assert bench.read_rate() == 100
-    bench.read(0.4, at_once=4)
-    assert bench.read_rate() == 550, "and a saturated target corrects it"
-
-
-def test_single_reads_detect_a_target_that_became_slow() -> None:
-    bench = _known(100_000)
-    rates = []
-    for _ in range(8):
-        bench.now_s += 60.0
-        bench.read(12.5, at_once=1)  # 2000 bytes a second: fifty times slower
-        rates.append(bench.read_rate())
-    known = [rate for rate in rates if rate is not None]
-    assert known == sorted(known, reverse=True)
-    assert 2000 <= known[-1] < 4 * 2000 * 1.1, "at most as fast as one read in four allows"
-
-
-def test_failed_reads_cost_their_time() -> None:
-    bench = _known(1000)
-    bench.read(1.0, at_once=1, ok=False)
-    assert bench.read_rate() == 500
 
 
 def test_operations_in_flight_are_averaged_over_time() -> None:
@@ -277,31 +182,3 @@ def test_operations_in_flight_are_averaged_over_time() -> None:
     bench.read(1.25, at_once=2, ok=False)
     # 400 bytes in a second by three at a time: at most 400 × 4 / 3.
     assert bench.read_rate() == pytest.approx((1000 + 533.3) / 2, abs=0.1)
-
-
-@pytest.mark.parametrize(
-    ("in_flight_max", "slot_bytes", "operations"),
-    [(64, 2 * MIB, 4), (64, 32 * MIB, 2), (128, 64 * 1024, 128), (3, 64 * 1024, 3), (1, MIB, 1)],
-)
-def test_the_saturation_depth_of_a_target(
-    in_flight_max: int, slot_bytes: int, operations: int
-) -> None:
-    limits = TransferLimits(
-        group_bytes=(1,), reads_in_flight_max=in_flight_max, writes_in_flight_max=in_flight_max
-    )
-    staging = StagingMap(0, slot_bytes, 1, SLOTS * 4)
-    with mock.patch.object(pipeline, "Machine") as made:
-        TransferPipeline(staging, FakeCopy(), FakeIo(), limits)
-    io = made.call_args.args[0].io
-    assert (io.saturating_reads, io.saturating_writes) == (operations, operations)
-
-
-def test_time_until_a_completion_is_polled_does_not_count() -> None:
-    bench = Meter()
-    tokens = [bench.began() for _ in range(4)]
-    bench.now_s = 5.0
-    bench.ended(*tokens, ended_s=0.5)
-    assert bench.read_rate() == pytest.approx(800)
-    bench.read(0.5, at_once=4)
-    bench.now_s += 1.0
-    assert bench.read_rate() is None, "the same again; counted bytes stay counted"

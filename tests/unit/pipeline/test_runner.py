@@ -91,20 +91,6 @@ def _started(runner: PipelineRunner, pipeline: _Pipeline, name: str = "mine") ->
     return dict(pipeline.calls)[name] == threading.current_thread().name
 
 
-def test_a_call_is_started_here_while_the_pipeline_s_thread_waits(
-    runner: PipelineRunner, pipeline: _Pipeline
-) -> None:
-    wait_until("a call here", lambda: _started(runner, pipeline, f"call {len(pipeline.calls)}"))
-    me = threading.current_thread().name
-    assert pipeline.calls[-1] == ("submit", me)
-    steps = pipeline.steps
-    assert _started(runner, pipeline, "the next")
-    assert pipeline.steps == steps, "the thread was not woken"
-    pipeline.needs_step = True
-    assert _started(runner, pipeline, "the last")
-    wait_until("a turn", lambda: pipeline.steps > steps)
-
-
 def test_during_a_turn_a_call_waits_for_its_own(
     runner: PipelineRunner, pipeline: _Pipeline
 ) -> None:
@@ -147,12 +133,6 @@ def test_in_a_set_every_call_is_handed_over(runner: PipelineRunner, pipeline: _P
     pipeline.in_set = True
     for number in range(20):
         assert not _started(runner, pipeline, f"call {number}")
-
-
-def test_nothing_is_started_after_the_end(runner: PipelineRunner, pipeline: _Pipeline) -> None:
-    runner.stop()
-    runner.start(lambda _: pipeline.called("late"))
-    assert not pipeline.calls
 
 
 def test_threads_that_hand_over_and_start_never_meet(

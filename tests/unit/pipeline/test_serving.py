@@ -13,16 +13,14 @@ import pytest
 from tests.chunks import Reported, batch_of, place_in
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
-    CHECKSUM_MISMATCH,
     DEADLINE,
     OK,
     STALE,
-    Outcome,
     io_error,
 )
 from vllm_nvmeof_offload.follow.owners import OWNERS_MAX
 from vllm_nvmeof_offload.io.base import ForeignSlab
-from vllm_nvmeof_offload.peers.base import Levels, Served
+from vllm_nvmeof_offload.peers.base import Served
 from vllm_nvmeof_offload.pool.format import SlotPlace
 from vllm_nvmeof_offload.protocol import (
     AttachCommand,
@@ -30,7 +28,6 @@ from vllm_nvmeof_offload.protocol import (
     OpKind,
     ResetCommand,
     SlotIdentity,
-    Urgency,
     Verdict,
     WriteCommand,
     owned_by,
@@ -38,10 +35,10 @@ from vllm_nvmeof_offload.protocol import (
     slot_of,
     target_of,
 )
-from vllm_nvmeof_offload.targets.health import FAILED_SLOTS_MAX, FAILURES_MAX, TargetHealth
+from vllm_nvmeof_offload.targets.health import FAILURES_MAX, TargetHealth
 from vllm_nvmeof_offload.worker.regions import FoundPool, OpenRegions
 
-from .bench import READ_S, REGION_SLOTS, STRIDE, TAG, Bench, identity
+from .bench import READ_S, REGION_SLOTS, STRIDE, Bench, identity
 
 # -- reads of other engines' regions --------------------------------------------------
 
@@ -178,22 +175,6 @@ def test_an_attach_that_hangs_fails_at_its_deadline_and_takes_no_files_later() -
     assert len(rig.io.ops) == 1
 
 
-def test_a_failed_attach_fails_its_reads_at_once_and_no_others() -> None:
-    rig = Rig()
-    rig.attached(1, B)
-    rig.attach(2)
-    rig.borrow_now(3)
-    rig.borrow_now(4, owner=B)
-    rig.opener.answer(error=errno.ESTALE)
-    rig.pipeline.step()
-    assert Reported(2, 0, io_error(errno.ESTALE)) in rig.reports()
-    assert rig.finished() == [(3, ((0, NO_FILES),))]
-    rig.borrow_now(5)
-    assert rig.finished() == [(5, ((0, NO_FILES),))]
-    assert [owner_of(op.place) for op in rig.io.ops.values()] == [B]
-    assert all(one.verdict is Verdict.OK for one in rig.health)
-
-
 def test_a_detached_owners_files_are_closed_at_the_last_release() -> None:
     rig = Rig()
     rig.attached()
@@ -214,61 +195,6 @@ def test_a_detached_owners_files_are_closed_at_the_last_release() -> None:
     rig.io_done()
     rig.pipeline.step()
     assert rig.opener.closed == [101, 100]
-
-
-def test_a_detach_ends_an_attach_that_is_under_way() -> None:
-    rig = Rig()
-    rig.attach(1)
-    rig.pipeline.command(DetachCommand(A))
-    rig.pipeline.step()
-    assert rig.reports() == [Reported(1, 0, NO_FILES)]
-    rig.opener.answer(fds=50)
-    rig.pipeline.step()
-    assert (rig.io.regions, rig.opener.closed) == ({}, [50, 51])
-
-
-def test_reads_that_wait_for_files_can_be_cancelled() -> None:
-    rig = Rig()
-    rig.attach(1)
-    rig.borrow_now(2)
-    rig.cancel(2)
-    rig.cancel(1)  # an attach goes on
-    rig.pipeline.step()
-    assert rig.finished() == [(2, ((0, CANCELLED),))]
-    rig.opener.answer()
-    rig.pipeline.step()
-    assert Reported(1) in rig.reports()
-    assert not rig.io.ops and rig.idle()
-
-
-@pytest.mark.parametrize(
-    "outcome",
-    [
-        STALE,
-        CHECKSUM_MISMATCH,
-        *(io_error(number) for number in (0, errno.EBADF, errno.ENOENT, errno.ESTALE)),
-    ],
-    ids=str,
-)
-def test_what_fails_in_a_region_is_not_tried_again_and_says_nothing_of_the_target(
-    outcome: Outcome,
-) -> None:
-    rig = Rig()
-    rig.attached()
-    for slot in range(FAILED_SLOTS_MAX + FAILURES_MAX):
-        rig.borrow_now(2 + slot, pool=TARGETS * slot)
-        rig.io_done(outcome)
-        assert not rig.io.ops
-        assert rig.finished() == [(2 + slot, ((0, outcome),))]
-    assert [one.verdict for one in rig.health] == [Verdict.OK] * TARGETS
-    for number in range(FAILURES_MAX):
-        rig.load(100 + 2 * number, 7, None, TARGETS * number)
-        rig.io_done(io_error(errno.ENODEV))
-        rig.borrow_now(101 + 2 * number)
-        if rig.io.ops:
-            rig.io_done(outcome)
-    # Nor has it ended the run of the target's own failures.
-    assert rig.health[0].verdict is Verdict.GONE
 
 
 def test_what_a_target_answers_to_a_foreign_read_is_the_targets() -> None:
@@ -389,70 +315,6 @@ def _reset(bench: Bench, op: int = 99) -> None:
     bench.pipeline.command(ResetCommand(op, NEW_TAG, named=True))
 
 
-def test_a_chunk_is_read_into_the_serve_slot_and_reported_to_nobody_else() -> None:
-    bench = Bench(stream_slots=3, cache_slots=4, target_count=2, serve_slots=2)
-    bench.serve(11, 8)
-    bench.pipeline.step()
-    (first, second) = bench.io.started
-    assert (bench.number(first), bench.number(second)) in [(11, 8), (8, 11)], (
-        "each target in its turn"
-    )
-    ours = {bench.number(op): op for op in bench.io.started}
-    assert ours[11].address == (4 + 3) * STRIDE
-    assert ours[8].address == (4 + 3 + 1) * STRIDE
-    assert (ours[11].identity, ours[11].urgency) == (identity(11), Urgency.SERVE)
-    assert ours[11].is_read
-    assert not bench.queue.poll()
-    assert not bench.idle()
-    bench.io_done()
-    bench.io_done()
-    assert _answers(bench) == [Served(0, OK), Served(1, OK)]
-    assert not bench.reports()
-    assert not bench.finished()
-    assert bench.idle()
-
-
-def test_loads_and_urgent_fetches_go_before_and_other_fetches_and_writes_behind() -> None:
-    bench = Bench(stream_slots=1, target_count=2, serve_slots=2)
-    bench.stored(1, slot=0, number=7)
-    bench.io.busy = True
-    bench.write(2, 7, cache=0, pool=10)
-    bench.fetch(3, number=8, pool=21, cache=1)
-    bench.serve(51, 60)
-    bench.fetch(4, number=9, pool=30, cache=2, urgent=True)
-    bench.stream(5, [41])
-    bench.pipeline.step()
-    bench.io.busy = False
-    bench.pipeline.step()
-    started = _started(bench)
-    assert (started[:2], set(started[2:4]), started[4:]) == ([41, 30], {51, 60}, [21, 10])
-
-
-def test_what_is_free_for_loads_is_not_served() -> None:
-    bench = Bench(stream_slots=8, serve_slots=8, reads_in_flight_max=8, serve_share=0.75)
-    bench.serve(*range(8))
-    bench.pipeline.step()
-    assert _started(bench) == [0, 1, 2, 3, 4, 5], "while nothing else waits, too"
-    bench.stream(1, [20, 21, 22])
-    bench.pipeline.step()
-    assert _started(bench)[6:] == [20, 21], "at once"
-    bench.io_done()
-    assert _started(bench)[8:] == [22], "a load before a peer"
-    bench.io_done()
-    assert _started(bench)[9:] == [6], "in the order in which they came"
-
-
-def test_the_share_is_of_bytes_too_and_one_may_always_go() -> None:
-    bench = Bench(serve_slots=8, read_bytes_in_flight_max=4 * STRIDE, serve_share=0.5)
-    bench.serve(*range(4))
-    bench.pipeline.step()
-    assert _started(bench) == [0, 1]
-    bench = Bench(serve_slots=8, reads_in_flight_max=1, serve_share=0.5)
-    bench.serve(*range(4))
-    bench.pipeline.step()
-    assert _started(bench) == [0]
-
-
 def test_few_bytes_are_in_a_device_ahead_of_a_load() -> None:
     bench = Bench(stream_slots=4, serve_slots=8, serve_bytes_in_flight_max=3 * STRIDE)
     bench.serve(*range(8))
@@ -466,29 +328,6 @@ def test_few_bytes_are_in_a_device_ahead_of_a_load() -> None:
     bench.serve(*range(8))
     bench.pipeline.step()
     assert _started(bench) == [0], "one may always go"
-
-
-def test_half_as_many_bytes_are_read_for_peers_where_loads_have_just_read() -> None:
-    bench = Bench(
-        stream_slots=4, target_count=2, serve_slots=8, serve_bytes_in_flight_max=3 * STRIDE
-    )
-    bench.stream(1, [20])
-    bench.pipeline.step()
-    bench.serve(*range(8))
-    bench.pipeline.step()
-    assert _started(bench) == [20, 0, 1, 3, 5], "the other target reads as ever"
-    bench.now_s = 2.9
-    bench.io.complete(bench.io_of(20))
-    bench.io.complete(bench.io_of(0))
-    bench.pipeline.step()
-    assert _started(bench)[5:] == [2]
-    bench.now_s = 4.8
-    bench.io.complete(bench.io_of(2))
-    bench.pipeline.step()
-    assert _started(bench)[6:] == [4], "less than 2 s after the load"
-    bench.now_s = 4.95
-    bench.pipeline.step()
-    assert _started(bench)[7:] == [6]
 
 
 def test_what_waits_ends_at_its_deadline() -> None:
@@ -595,30 +434,6 @@ def test_what_cannot_be_there_is_refused() -> None:
     assert keys == {5: SlotIdentity(b"short", 7), 9: identity(9)}
 
 
-def test_other_engines_regions_are_read_while_they_are_open() -> None:
-    opener = Opener()
-    bench = Bench(target_count=2, serve_slots=2, opener=opener)
-    foreign = replace(bench.asked(0, 5), place=SlotPlace(bytes(15) + b"f", 0, 7))
-    bench.queue.serve([foreign])
-    assert _answers(bench) == [Served(0, None)]
-    bench.pipeline.command(AttachCommand(1, 3, engine_index=1, pool_uuid=bytes(16)))
-    opener.answer(uuid=bytes(15) + b"f")
-    bench.pipeline.step()
-    bench.queue.serve([foreign])
-    bench.pipeline.step()
-    (op,) = bench.io.started
-    assert (owner_of(op.place), target_of(op.place), slot_of(op.place)) == (3, 0, 7)
-    bench.pipeline.command(DetachCommand(3))
-    bench.pipeline.step()
-    assert opener.closed == [101], "the other one is read"
-    bench.io_done()
-    assert _answers(bench) == [Served(0, OK)]
-    bench.pipeline.step()
-    assert opener.closed == [101, 100]
-    bench.queue.serve([foreign])
-    assert _answers(bench) == [Served(0, None)]
-
-
 def test_a_region_that_nobody_here_has_named_is_looked_for_and_opened() -> None:
     opener, uuid = Opener(), bytes(15) + b"f"
     bench = Bench(target_count=2, serve_slots=2, opener=opener)
@@ -641,41 +456,6 @@ def test_a_region_that_nobody_here_has_named_is_looked_for_and_opened() -> None:
     assert not bench.reports(), "the manager has not asked for it"
 
 
-def test_a_target_that_is_away_is_not_tried() -> None:
-    health = TargetHealth()
-    bench = Bench(serve_slots=2, health=(health,))
-    for _ in range(20):
-        if health.verdict is not Verdict.OK:
-            break
-        bench.serve(5)
-        bench.pipeline.step()
-        bench.io_done(io_error(errno.ENODEV))
-        bench.queue.poll()
-    assert health.verdict is not Verdict.OK, "what peers ask for says how a target is"
-    before = len(bench.io.started)
-    bench.serve(5)
-    assert _answers(bench) == [Served(0, DEADLINE)]
-    assert len(bench.io.started) == before
-
-
-def test_levels_count_what_is_read_before_what_a_peer_asks_for_now() -> None:
-    bench = Bench(stream_slots=2, serve_slots=4, reads_in_flight_max=2)
-    assert bench.queue.levels() == Levels(0, 0.0)
-    bench.stream(1, range(10, 13))
-    bench.serve(1, 2)
-    bench.pipeline.step()
-    assert bench.queue.levels() == Levels(5 * STRIDE, 0.0)
-    own, *_ = bench.pipeline.read_queues()
-    assert own == (3 * STRIDE, 0.0), "a load does not wait for peers"
-    for _ in range(5):
-        bench.now_s += 0.1
-        bench.turn()
-    bench.pipeline.step()
-    queued, rate = bench.queue.levels()
-    assert queued == 0
-    assert rate > 0
-
-
 def test_writes_keep_their_cap_beside_what_is_read_for_peers() -> None:
     bench = Bench(serve_slots=1, write_bytes_beside_reads_max=STRIDE)
     for n in range(3):
@@ -687,12 +467,3 @@ def test_writes_keep_their_cap_beside_what_is_read_for_peers() -> None:
     assert _started(bench) == [5, 100]
     bench.io_done()
     assert [op.kind for op in bench.io.started[2:]] == [OpKind.WRITE] * 2
-
-
-def test_tags_of_ours_are_those_of_the_engine() -> None:
-    bench = Bench(serve_slots=1)
-    bench.serve(5)
-    bench.pipeline.step()
-    (op,) = bench.io.started
-    assert op.stamp is not None
-    assert op.stamp.tag == TAG

@@ -13,11 +13,8 @@ import pytest
 from tests.chunks import Reported, cache_slot
 from vllm_nvmeof_offload.errors import (
     CANCELLED,
-    CHECKSUM_MISMATCH,
     DEADLINE,
-    OK,
     STALE,
-    Outcome,
     io_error,
 )
 from vllm_nvmeof_offload.native import set_words_bytes
@@ -32,9 +29,8 @@ from vllm_nvmeof_offload.protocol import (
     place_of,
 )
 from vllm_nvmeof_offload.staging import SetMap
-from vllm_nvmeof_offload.units import HEADER_BYTES
 
-from .bench import READ_S, STRIDE, Bench, identity
+from .bench import READ_S, Bench, identity
 
 CACHE_SLOTS, STREAM_SLOTS = 4, 2
 #: Of one member's staging to the next one's.
@@ -148,51 +144,7 @@ class Ranks:
         return all(rank.idle() for rank in self.ranks)
 
 
-def _payload(member: int, slot: int) -> int:
-    return APART * member + STRIDE * slot + HEADER_BYTES
-
-
 # -- cache slots ----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("holder", [0, 1, 2])
-def test_only_the_holder_stores_and_writes(holder: int) -> None:
-    ranks = Ranks(3)
-    ranks.store(1, 7, 2, holder)
-    for member in range(3):
-        if member != holder:
-            assert not ranks[member].copy.submitted
-            assert ranks[member].reports() == [Reported(1)], "its own part is done: nothing"
-            assert ranks[member].finished() == [(1, ())]
-    assert ranks[holder].reports() == []
-    assert ranks.finish_copies(holder) == [_payload(holder, 2)]
-    assert ranks[holder].reports() == [Reported(1)]
-    ranks.write(2, 7, 2, 9, holder)
-    for member in range(3):
-        assert len(ranks[member].io.ops) == (member == holder)
-    ranks[holder].io_done()
-    assert [ranks[member].reports() for member in range(3)] == [[Reported(2)]] * 3
-    ranks[holder].finished()
-    assert ranks.idle()
-
-
-def test_a_load_copies_from_the_holders_slot() -> None:
-    ranks = Ranks()
-    ranks.stored(1, 7, 2, 1)
-    ranks.load(2, 7, 2, None, 1)
-    assert ranks.finish_copies(0) == ranks.finish_copies(1)[-1:] == [_payload(1, 2)]
-    assert [ranks[member].finished() for member in (0, 1)] == [[(2, ())]] * 2
-    assert ranks.idle()
-
-
-def test_a_load_waits_for_the_holders_store() -> None:
-    ranks = Ranks()
-    ranks.store(1, 7, 2, 1)
-    ranks.load(2, 7, 2, None, 1)
-    assert not ranks[0].copy.submitted
-    ranks.finish_copies(1)
-    ranks.step()
-    assert ranks.finish_copies(0) == [_payload(1, 2)]
 
 
 def test_a_load_is_stale_after_the_holders_store_failed() -> None:
@@ -267,112 +219,7 @@ def test_a_member_that_leaves_is_not_waited_for() -> None:
     assert ranks[0].idle()
 
 
-# -- fetches and landings -------------------------------------------------------------------
-
-
-def test_a_fetch_is_read_by_its_holder_only() -> None:
-    ranks = Ranks()
-    ranks.fetch(1, 7, 2, 3, 0)
-    assert [len(rank.io.ops) for rank in ranks.ranks] == [1, 0]
-    assert ranks[1].reports() == []
-    ranks[0].io_done()
-    ranks.step()
-    assert [rank.reports() for rank in ranks.ranks] == [[Reported(1)]] * 2
-    ranks.load(2, 7, 2, None, 0)
-    assert ranks.finish_copies(1) == [_payload(0, 2)]
-
-
-@pytest.mark.parametrize("lands", [False, True])
-def test_a_failed_read_of_the_holder_is_told_by_it_alone(lands: bool) -> None:
-    """What it means for the place follows from the holder's outcome."""
-    ranks = Ranks()
-    if lands:
-        ranks.load(1, 7, 2, 3, 0)
-    else:
-        ranks.fetch(1, 7, 2, 3, 0)
-    ranks[0].io_done(CHECKSUM_MISMATCH)
-    ranks.step()
-    assert ranks[0].reports() == [Reported(1, 0, CHECKSUM_MISMATCH)]
-    assert ranks[1].reports() == [Reported(1, 0, CANCELLED)]
-
-
-def test_a_landing_is_copied_from_where_the_holder_has_read_it() -> None:
-    ranks = Ranks()
-    ranks.load(1, 7, 2, 3, 0)
-    ranks[0].io_done()
-    ranks.step()
-    assert ranks.finish_copies(0) == ranks.finish_copies(1) == [_payload(0, 2)]
-    assert [rank.finished() for rank in ranks.ranks] == [[(1, ())]] * 2
-    assert ranks.idle()
-
-
-def test_a_fetch_that_the_holder_cancels_fails_on_all() -> None:
-    ranks = Ranks()
-    ranks[0].io.busy = True
-    ranks.fetch(1, 7, 2, 3, 0)
-    ranks[0].cancel(1)
-    ranks.step()
-    assert [rank.reports() for rank in ranks.ranks] == [[Reported(1, 0, CANCELLED)]] * 2
-    assert ranks.idle()
-
-
 # -- stream slots ---------------------------------------------------------------------------
-
-
-def test_a_stream_slot_returns_when_all_have_released_it() -> None:
-    ranks = Ranks(3)
-    for op, pool in ((1, 3), (2, 4), (3, 5)):
-        ranks.load(op, 7 + op, None, pool, 1)
-    assert len(ranks[1].io.ops) == 2, "as many as it has stream slots"
-    ranks[1].io.complete(ranks[1].io_of(3))
-    ranks.step()
-    stream = _payload(1, CACHE_SLOTS)
-    assert ranks.finish_copies(1) == [stream]
-    assert ranks[1].finished() == [(1, ())], "its own part is done"
-    assert ranks.finish_copies(0) == [stream]
-    ranks[1].pipeline.step()
-    assert len(ranks[1].io.ops) == 1, "the third still copies"
-    assert ranks.finish_copies(2) == [stream]
-    ranks[1].pipeline.step()
-    assert len(ranks[1].io.ops) == 2
-    for pool in (4, 5):
-        ranks[1].io.complete(ranks[1].io_of(pool))
-        ranks.step()
-        for member in range(3):
-            ranks.finish_copies(member)
-    assert [rank.finished()[-1] for rank in ranks.ranks] == [(3, ())] * 3
-    assert ranks.idle()
-
-
-def test_an_announcement_waits_for_a_load_that_comes_later() -> None:
-    ranks = Ranks()
-    ranks.load(1, 7, None, 3, 1, only=[1])
-    ranks[1].io_done()
-    ranks.finish_copies(1)
-    assert not ranks.idle(), "the slot is lent"
-    ranks.load(1, 7, None, 3, 1, only=[0])
-    assert ranks.finish_copies(0) == [_payload(1, CACHE_SLOTS)]
-    assert [rank.finished() for rank in ranks.ranks] == [[(1, ())]] * 2
-    assert ranks.idle()
-
-
-@pytest.mark.parametrize("outcome", [CHECKSUM_MISMATCH, DEADLINE, CANCELLED])
-def test_a_failed_read_through_a_stream_slot_is_announced(outcome: Outcome) -> None:
-    ranks = Ranks()
-    ranks.load(1, 7, None, 3, 1)
-    if outcome == DEADLINE:
-        ranks[1].now_s += READ_S
-        ranks[1].pipeline.step()
-    elif outcome == CANCELLED:
-        ranks[1].pipeline.cancel(1)
-    else:
-        ranks[1].io_done(outcome)
-    ranks.step()
-    assert ranks[1].finished() == [(1, ((0, outcome),))]
-    assert ranks[0].finished() == [(1, ((0, CANCELLED),))]
-    if outcome != CHECKSUM_MISMATCH:
-        ranks[1].io_done(OK)
-    assert ranks.idle()
 
 
 def test_a_reader_that_has_given_up_holds_nothing() -> None:
@@ -435,12 +282,3 @@ def test_the_crcs_of_whole_rows_are_reported() -> None:
     ranks.finish_copies(0)
     for rank in ranks.ranks:
         assert [one.crcs for one in rank.take() if isinstance(one, OpReport)] == [None]
-
-
-def test_a_failed_store_has_no_crc() -> None:
-    ranks = Ranks()
-    ranks.store(1, 7, 2)
-    ranks[0].copy.finish(0, io_error(errno.EIO))
-    ranks[0].pipeline.step()
-    (report,) = ranks[0].take()
-    assert isinstance(report, OpReport) and report.crcs is None

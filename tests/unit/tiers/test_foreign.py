@@ -90,28 +90,6 @@ def test_weights_without_a_name_accept_nobody_not_even_those_without_one() -> No
 # -- rows -----------------------------------------------------------------------------
 
 
-def test_a_look_up_in_the_cpu_tier_does_not_find_what_others_have() -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    assert bench.source(0, FROM_CPU) == MISS
-    batch = bench.load(0)
-    assert (bench.source(0), bench.source(0, FROM_CPU)) == (CPU, MISS)
-    bench.report(batch, OK)
-    assert (bench.source(0), bench.source(0, FROM_CPU)) == (CPU, CPU)
-
-
-def test_a_row_on_a_target_that_is_not_there_or_not_usable_is_passed_over() -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    bench.others.offer(key(1), 5, target=1)
-    bench.others.offer(key(2), -1)  # no place at all
-    assert [bench.source(number) for number in range(3)] == [SHARED, MISS, MISS]
-    bench.tiers.set_usable(0, False)
-    assert bench.source() == MISS
-    bench.tiers.set_usable(0, True)
-    assert bench.source() == SHARED
-
-
 def test_members_who_differ_do_not_share_others_single_copies() -> None:
     bench = Bench(ranks=2, set_sizes=[2], equal_min=1)
     bench.others.offer(key(0), 5, member=1)
@@ -138,18 +116,6 @@ def test_refused_rows_are_bounded() -> None:
         bench.report(bench.load(number, land_max=0), STALE)
     sources = [bench.source(number) for number in range(4_200)]
     assert sources == [SHARED] * 104 + [MISS] * 4_096
-
-
-def test_failed_borrows_wear_no_slot_and_doom_nothing_of_ours() -> None:
-    bench = Bench(slot_errnos=[True] * 134, ranks=1)
-    bench.others.offer(key(0), 5)
-    bench.tiers.adopt(np.array([place_of(0, 5)]), np.array([9], np.uint64), key(3))
-    for _ in range(5):
-        bench.report(bench.load(0), IO_ERROR, errno=5)
-        bench.foreign.set_time(0.0)
-        bench.tiers.reset()
-        bench.others.owner(1, version=bench.others.writer.version_asked)
-    assert bench.tiers.pool_retired == 0
 
 
 def test_an_owner_of_whose_chunks_many_fail_is_distrusted_for_half_a_minute() -> None:
@@ -186,24 +152,6 @@ def test_an_owner_is_trusted_with_one_failure_of_a_hundred_and_a_good_past_fades
 # -- borrowed chunks in the CPU tier --------------------------------------------------
 
 
-def test_a_chunk_borrowed_twice_in_one_generation_is_two_fills() -> None:
-    """The first fill, of a cancelled fetch, is reported after the second has begun."""
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    row, generation, slot = bench.tiers.begin_fetch(key(0), 0) or (-1, 0, 0)
-    first = bench.tiers.take_fetches(0)
-    bench.tiers.detach(first, 0)
-    assert bench.source() == SHARED
-    second = bench.load(0)
-    assert second.generations.tolist() == [generation]
-    assert second.cache.tolist() != [slot]
-    bench.report(first, IO_ERROR, kind=FETCH)
-    assert bench.tiers.entries()[0][0] == 7
-    bench.report(second, OK)
-    assert bench.tiers.entries()[0][0] == 2
-    assert row >= 0
-
-
 def test_an_intended_borrow_is_dropped_without_a_trace() -> None:
     bench = Bench(cache=1)
     bench.others.offer(key(0), 5)
@@ -212,28 +160,6 @@ def test_an_intended_borrow_is_dropped_without_a_trace() -> None:
     bench.tiers.drop_fetch(0, row)
     assert (bench.tiers.fetches_intended, bench.tiers.cache_taken, len(bench.tiers)) == (0, 0, 0)
     assert bench.source() == SHARED
-
-
-def test_borrowed_chunks_are_used_in_prefix_order() -> None:
-    """Heads outlive tails, as among our own."""
-    bench = Bench(cache=3)
-    for number in range(3):
-        bench.others.offer(key(number), number)
-    bench.report(bench.load(0, 1, 2), OK, OK, OK)
-    for number, left in ((10, [0, 1]), (11, [0])):
-        stored, *_ = bench.tiers.plan_store([key(number)], None, number)
-        bench.report(stored, OK, kind=0)
-        assert [n for n in range(3) if bench.source(n, FROM_CPU) == CPU] == left
-
-
-def test_what_others_have_is_weighed_on_our_lane() -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    bench.others.offer(key(1), 6)
-    keys = [key(0), key(1), key(2)]  # the last one is gone since its look-up
-    assert bench.tiers.weigh(keys, [100, 100]) == (0, [200])
-    bench.report(bench.load(0), OK)
-    assert bench.tiers.weigh(keys, [100, 100]) == (1, [100])
 
 
 # -- chunks that need not be written --------------------------------------------------
@@ -265,14 +191,6 @@ class DedupeBench(Bench):
     @property
     def deduped(self) -> int:
         return self.tiers.take_counts()[-1]
-
-
-def test_without_a_pool_of_our_own_nothing_becomes_wanted() -> None:
-    bench = DedupeBench(writes=False)
-    bench.borrow()
-    bench.withdraw()
-    bench.use(3)
-    assert (bench.written(), bench.tiers.backlog, bench.deduped) == ([], 0, 0)
 
 
 def test_on_eviction_a_lost_chunk_waits_until_the_cpu_tier_is_full() -> None:
@@ -318,23 +236,6 @@ def whereabouts(bench: Bench) -> Whereabouts:
 
 def unmoved(bench: Bench, before: Whereabouts) -> bool:
     return bench.tiers.unmoved(before, [key(0)], FROM_CPU | FROM_POOL)
-
-
-def test_others_chunks_are_in_the_pool_only() -> None:
-    bench = Bench()
-    bench.others.offer(key(0), 5)
-    assert whereabouts(bench)
-    assert not bench.tiers.whereabouts([key(0)], FROM_CPU)
-    assert not bench.tiers.whereabouts([key(0), key(1)], FROM_CPU | FROM_POOL)
-
-
-def test_an_answer_without_others_chunks_does_not_rest_on_them() -> None:
-    bench = Bench()
-    stored, *_ = bench.tiers.plan_store([key(0)], None, 1)
-    bench.report(stored, OK, kind=0)
-    before = whereabouts(bench)
-    bench.others.owner(1, state=NONE)
-    assert unmoved(bench, before)
 
 
 @pytest.mark.parametrize("change", ["state", "tag", "distrust", "refusal", "load", "reset"])
@@ -396,15 +297,6 @@ def test_owners_that_are_gone_or_others_are_detached() -> None:
     assert bench.foreign.take_detachments() == [2]
     assert not bench.foreign.is_used
     assert bench.source(2) == SHARED
-
-
-def test_a_batch_says_whether_it_borrows() -> None:
-    bench = Bench(cache=2)
-    bench.others.offer(key(0), 5)
-    assert bench.load(1, 0, land_max=0).borrows
-    assert not bench.load(1).borrows, "nobody has that chunk"
-    assert bench.tiers.begin_fetch(key(0), 0)
-    assert bench.tiers.take_fetches(0).borrows
 
 
 def test_an_owner_that_could_not_be_attached_is_distrusted_until_its_record_changes() -> None:
@@ -477,17 +369,6 @@ def test_an_owner_is_read_back(file: int) -> None:
     found = reader.owner(7)
     assert (found.version, found.tag, found.pool_uuid) == (3, b"t" * 16, b"u" * 16)
     assert (found.engine_index, found.state, found.rows) == (5, READ_WHOLE, 9)
-
-
-def test_versions_are_asked_for_by_the_reader(file: int) -> None:
-    writer = ForeignWriter(file, 10)
-    reader = ForeignReader(file)
-    assert [writer.version_asked, reader.ask_anew(), writer.version_asked] == [0, 1, 1]
-    assert writer.version_of_all == 0
-    assert [reader.ask_anew(from_now=False), writer.version_asked, writer.version_of_all] == [2] * 3
-    assert [reader.ask_anew(), writer.version_asked, writer.version_of_all] == [3, 3, 2]
-    again = ForeignWriter(file, 1)
-    assert (again.version_asked, again.version_of_all) == (3, 2)
 
 
 def test_a_file_without_a_table_is_refused(file: int) -> None:
