@@ -213,6 +213,13 @@ def test_capacity_in_tokens_counts_the_groups_of_which_every_chunk_is_kept() -> 
     assert CoreConfig(groups=(FULL,)).tokens_in(30) == 30 * T
 
 
+def test_the_full_prefix_comes_first_then_windows_then_states() -> None:
+    index = Index([STATE_3, WINDOW_1, FULL_0], 80, set())
+    boundary, keys = index.plan(0, 80)
+    assert boundary == 64, "the last token is computed, and a state is there at its chunk's end"
+    assert keys == [b"0/16", b"0/32", b"0/48", b"0/64", b"1/48", b"1/64", b"3/64"]
+
+
 # -- the boundary of a load -----------------------------------------------------------
 
 FULL_0 = Group(0, GroupKind.FULL, 16)

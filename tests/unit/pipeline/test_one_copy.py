@@ -352,7 +352,7 @@ def test_ranks_with_other_slots_are_no_set() -> None:
     for thread in threads:
         thread.join(60)
     assert sorted(failures) == [
-        "the first rank sent no memory for the set",
+        "the first rank did not send the set's shared memory",
         "the ranks want different slot layouts",
     ]
 

@@ -23,7 +23,6 @@ from vllm_nvmeof_offload.worker import pipeline
 
 from .bench import READ_S, Bench
 
-
 # -- which chunks they get, and what becomes of them when a peer fails ----------------
 
 FAST = PeerState(usable=True, credits=8, bytes_per_s=0.0, queued_bytes=0)
